@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import numpy as np
@@ -27,6 +28,8 @@ def test_texts_are_continued_as_by_transformers(folder_of, name, tensor, weights
     """And shown one after another, each after its prompt."""
     prompt, want = greedy(name)
     folder = copied(folder_of, name, tmp_path, eos_token_id=None)
+    asked = {"do_sample": True, "repetition_penalty": 1.2}
+    (folder / "generation_config.json").write_text(json.dumps(asked))
     told = ["--prompt", prompt, "--prompt", "t1 t2", "--tensor", tensor, "--weights", weights]
     assert generate(folder, *told, *LIKELIEST) == 0
     said = capsys.readouterr()
@@ -38,6 +41,7 @@ def test_texts_are_continued_as_by_transformers(folder_of, name, tensor, weights
     assert "Sampling: the likeliest token each time; an answer ends after 12 tokens\n" in said.err
     assert "24 tokens, the first after" in said.err
     assert "tokens/s" in said.err
+    assert "generation_config.json has repetition_penalty=1.2, which is not followed" in said.err
 
 
 @pytest.mark.parametrize(

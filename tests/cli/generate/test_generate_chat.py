@@ -11,6 +11,7 @@ from tools.generate_command import LIKELIEST, copied, generate
 from tools.quick import quick_compilation  # noqa: F401
 from tools.text_models import numbers
 
+from zeroxla.cli.data.chat_template import ChatTemplate
 from zeroxla.cli.generate.drawing import AnswerTexts
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -22,12 +23,22 @@ def converse(monkeypatch, *lines):
 
 
 def test_a_conversation_is_kept_until_it_is_new(folder_of, monkeypatch, capsys):
+    asked, prompt = [], ChatTemplate.prompt
+
+    def seen(self, messages, **options):
+        asked.append([(message["role"], message["content"]) for message in messages])
+        return prompt(self, messages, **options)
+
+    monkeypatch.setattr(ChatTemplate, "prompt", seen)
     converse(monkeypatch, "t5", "", "t6", "/new", "t5")
     told = ["--chat", "--system", "t9", "--temperature", 0, "--max-new-tokens", 6]
     assert generate(folder_of("llama"), *told) == 0
     said = capsys.readouterr()
     first, second, third = said.out.splitlines()
     assert first == third != second
+    begun = [("system", "t9"), ("user", "t5")]
+    answered = [*begun, ("assistant", first), ("user", "t6")]
+    assert asked[1:] == [begun, answered, begun]  # the first one tries the template
     assert "Chat template: zeroxla's own" in said.err
 
 

@@ -17,7 +17,7 @@ def rows(tmp_path):
     prompt, _ = greedy("llama")
     rows = [
         {"prompt": prompt, "id": 7, "none": None},
-        {"messages": [{"role": "user", "content": "t5"}]},
+        {"messages": [{"role": "user", "content": "t5"}], "tools": [{"name": "t9"}]},
         {"prompt": "t1 t2 t3", "é": ["ü"]},
     ]
     file = tmp_path / "prompts.jsonl"
@@ -68,14 +68,18 @@ def test_bad_rows_are_named(folder_of, rows, tmp_path, capsys):
         '{"prompt": "t1", "response": "t2"}',
         '{"messages": [{"role": "assistant", "content": "t1"}]}',
         '{"prompt": "\\ud800"}',
+        '{"messages": [{"role": "user", "content": "t5"}]}',
         "[1]",
     ]
+    template = tmp_path / "own.jinja"
+    template.write_text("{% if not tools %}{{ raise_exception('no tools') }}{% endif %}t5")
     file.write_text("\n".join([file.read_text(), *bad]))
     out = tmp_path / "answers.jsonl"
-    told = ["--file", file, "--output", out, *LIKELIEST]
+    told = ["--file", file, "--output", out, "--chat-template", template, *LIKELIEST]
     assert generate(folder_of("llama"), *told) == 2
     said = capsys.readouterr().err
-    assert "6 of 9 rows are bad" in said
+    assert f"Chat template: {template}" in said
+    assert "7 of 10 rows are bad" in said
     assert not out.exists()
     for line, reason in enumerate(
         (
@@ -84,11 +88,14 @@ def test_bad_rows_are_named(folder_of, rows, tmp_path, capsys):
             'the row has "response", a key that its answer will have; rename it',
             "the last message is of the assistant",
             "half of a surrogate pair",
+            "the chat template refuses the conversation: no tools",
             "the row is a JSON array",
         ),
         start=6,
     ):
         assert f"{file}:{line}: " in said
         assert reason in said
-    assert generate(folder_of("llama"), *told, "--max-bad-rows", 0.7) == 0
+    told += ["--max-bad-rows", 0.7, "--dtype", "bfloat16"]
+    assert generate(folder_of("llama"), *told) == 0
+    assert "computed in bfloat16" in capsys.readouterr().err
     assert len(out.read_text().splitlines()) == len(asked)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 
+import jax
 import pytest
 from tools.text_models import text_folder
 
@@ -12,10 +13,13 @@ from zeroxla.cli.data.bad_rows import RowError
 from zeroxla.cli.data.chat_template import ChatTemplate
 from zeroxla.cli.data.vocabulary import Bytes, Tokens
 from zeroxla.cli.generate.answer_text import AnswerText, TokenText
+from zeroxla.cli.generate.drawing import Drawing
 from zeroxla.cli.generate.options import SamplingOptions
 from zeroxla.cli.generate.output import GenerateOutput, InTurn
 from zeroxla.cli.generate.settings import AnswerSettings
 from zeroxla.cli.generate.source import TextSource
+from zeroxla.hybrid.sampling import Sampling
+from zeroxla.hybrid.token_stream import TokenStream
 
 HALF = "\N{REPLACEMENT CHARACTER}"
 PIECES = [*"né€😀ax ".encode(), 0xFF, 0xE2, 0x82, 0xF0]
@@ -79,6 +83,10 @@ class TestAnswerText:
     def test_ends_at_a_stop_text_of_which_nothing_is_shown(self):
         answer = self.shown("a STO b ", b"a STO b STOPc", stops=["STOP", "never"])
         assert (answer.finished, answer.num_tokens) == ("stop", 12)
+
+    def test_of_several_stop_texts_in_a_token_the_first_one_ends_it(self):
+        answer = AnswerText(lambda tokens: "abXcY" * len(tokens), stops=["Y", "X"])
+        assert answer.add(1, is_last=False) == "ab"
 
     def test_what_only_begins_like_a_stop_text_is_shown(self):
         assert self.shown("a ST", b"a ST", stops=["STOP"]).finished == "length"
@@ -153,6 +161,20 @@ class TestSettings:
 
     def test_a_file_that_does_not_ask_for_sampling(self, folder):
         assert self.settings(folder, {"temperature": 0.6}).sampling.is_greedy
+        assert self.settings(folder, {"do_sample": True}).sampling.temperature == 1
+
+    @pytest.mark.parametrize(
+        ("said", "dtype"),
+        [
+            ({"dtype": "bfloat16"}, "bfloat16"),
+            ({"dtype": None, "torch_dtype": "float16"}, "float16"),
+            ({"dtype": "float64"}, "float32"),
+        ],
+    )
+    def test_the_dtype_is_that_of_the_config(self, folder, said, dtype):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, **said}))
+        assert TextSource.of(folder).dtype == dtype
 
     @pytest.mark.parametrize(
         ("told", "message"),
@@ -188,6 +210,63 @@ class TestSettings:
         assert given.room(34, 64) == 30
         with pytest.raises(ValueError, match=r"--max-new-tokens 30; .* ask for 29 new ones"):
             given.room(35, 64)
+
+
+class FakeEngine:
+    """Draws nothing, and remembers what it was told."""
+
+    max_length = 64
+
+    def __init__(self):
+        self.told = []
+
+    def stream(self, state, prompts, **told):
+        self.told.append(told)
+        return TokenStream(item for item in ())
+
+
+class TestDrawing:
+    def drawing(self, **changed):
+        usual = {
+            **{"max_new_tokens": 40, "may_be_less": True, "ends": (0,), "stops": ("STOP",)},
+            **{"sampling": Sampling(temperature=0.6, top_k=20, top_p=0.95), "seed": 3},
+        }
+        settings = AnswerSettings(**{**usual, **changed})
+        engine = FakeEngine()
+        return Drawing(engine=engine, state=None, vocabulary=Bytes(), settings=settings)
+
+    def told(self, drawing, number=1):
+        for _ in range(number):
+            list(drawing.draw([[1, 2]], drawing.answers([[1, 2]], [False]), every=4))
+        return drawing.engine.told
+
+    def test_tells_the_engine_how_to_draw(self):
+        (told,) = self.told(self.drawing())
+        told.pop("key")
+        assert told == {
+            "max_new_tokens": 40,
+            "temperature": 0.6,
+            "top_k": 20,
+            "top_p": 0.95,
+            "eos": (0,),
+            "every": 4,
+        }
+
+    def test_each_request_has_a_key_that_follows_from_the_seed(self):
+        drawings = (self.drawing(), self.drawing(), self.drawing(seed=4))
+        keys = [
+            [tuple(jax.random.key_data(told["key"]).tolist()) for told in self.told(drawing, 2)]
+            for drawing in drawings
+        ]
+        assert keys[0] == keys[1]
+        assert len({*keys[0], *keys[2]}) == 4
+
+    @pytest.mark.parametrize(("drawn", "finished"), [(b"aSTOPb", "stop"), (b"a\0b", "eos")])
+    def test_answers_end_at_the_texts_and_tokens_of_the_settings(self, drawn, finished):
+        (answer,) = self.drawing().answers([[1]], [True]).rows
+        for token in drawn:
+            answer.add(token, is_last=False)
+        assert (answer.text, answer.finished) == ("a", finished)
 
 
 class TestPromptOfATemplate:
