@@ -17,6 +17,7 @@ import zeroxla
 from zeroxla.checkpoint.weights import export_files, pretrained, safetensors_writer
 from zeroxla.checkpoint.weights.export import export_params
 from zeroxla.checkpoint.weights.pretrained import from_pretrained
+from zeroxla.checkpoint.weights.tensor_names import flat_leaves
 from zeroxla.models import GPT, MLP, Llama
 
 pytest.importorskip("safetensors", reason="safetensors is not installed")
@@ -166,8 +167,9 @@ def test_an_index_that_does_not_fit_its_files_is_an_error(step, state, tmp_path)
     refused(step, tmp_path, f"has the tensor {LN} in {files[0].name}")
     path.write_text(json.dumps({"weight_map": {**index["weight_map"], "more": files[0].name}}))
     refused(step, tmp_path, f"has the tensor more in {files[0].name}, which does not hold it")
-    path.write_text(json.dumps({"weight_map": ["a"]}))
-    refused(step, tmp_path, "index.json is damaged")
+    for places in (["a"], {LN: "../other.safetensors"}):
+        path.write_text(json.dumps({"weight_map": places}))
+        refused(step, tmp_path, "index.json is damaged")
     path.write_text(json.dumps(index))
     files[1].unlink()
     refused(step, tmp_path, rf"{re.escape(files[1].name)} cannot be read: .*No such file")
@@ -202,6 +204,11 @@ def test_an_export_that_cannot_be_is_refused(state, tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         export_params(state, tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
+
+
+def test_two_leaves_of_one_name_are_refused():
+    with pytest.raises(ValueError, match=r"leaves a/b and a\.b would both be the tensor a\.b;"):
+        flat_leaves({("a", "b"): (1,), ("a.b",): (1,)})
 
 
 def test_what_is_no_source_is_refused(tmp_path):

@@ -5,7 +5,7 @@ import json
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from tools.families import FAMILIES, leaves_in, tensors_of
 from tools.hugging_face import read_export
 from tools.quick import quick_compilation  # noqa: F401
@@ -48,7 +48,9 @@ def quantized(method, name, x):
         scale = (rows / LARGEST).astype(np.float32)
         scale = scale.max(axis=0) if "o_proj" in name else scale  # one factor for the whole tensor
         values = (x / scale).astype(ml_dtypes.float8_e4m3fn)
-        more = {f"{name}_scale": scale, name.replace("weight", "input_scale"): np.ones(1, "f4")}
+        others = ("input_scale", "k_scale")  # of activations, and of cached keys
+        more = {name.replace("weight", other): np.ones(1, "f4") for other in others}
+        more[f"{name}_scale"] = scale
         return {name: values, **more}, values.astype(np.float32) * scale
     values = np.round(x / rows * 127).astype(np.int8)
     scale = (rows / 127).astype(np.float32)
@@ -143,6 +145,17 @@ def test_other_formats_are_refused_by_name(tmp_path, config, message):
     step.abstract_state({"tokens": np.zeros((8, 9), np.int32)})
     with pytest.raises(ValueError, match=message):
         from_pretrained(model, tmp_path / "hub", step)
+
+
+def test_weights_in_the_tiles_of_a_gpu_are_refused(tmp_path):
+    folder_of(tmp_path / "hub", "llama3", BITS)
+    key, file = "model.layers.0.mlp.up_proj.weight", tmp_path / "hub" / "model.safetensors"
+    files = {**load_file(file), f"{key}_format": np.array(2, np.uint8)}
+    save_file(files, file, metadata={"format": "pt"})
+    reader, found = TensorReader(tmp_path / "hub"), Quantized.of({"quantization_config": BITS})
+    whole = tuple(slice(0, n) for n in files[key].shape)
+    with pytest.raises(ValueError, match=f"{key} in .* tiles of a GPU .*is 2, and not 0"):
+        found.read(reader, key, whole)
 
 
 def test_factors_that_are_missing_or_do_not_fit_are_named(tmp_path):

@@ -115,8 +115,26 @@ class Quantized:
         own = reader.read(scale, whole).astype(np.float32).reshape(-1)
         own = own[index[0]] if own.size > 1 else own
         if self.method == "bitsandbytes":
+            self._check_row_by_row(reader, name)
             own = own / 127
         return values * own.reshape(-1, *(1,) * (values.ndim - 1))
+
+    def _check_row_by_row(self, reader: TensorReader, name: str) -> None:
+        """Check that bitsandbytes has not stored a weight in the tiles of some GPU.
+
+        Raises:
+          ValueError: it has; the numbers are not in the places that the shape says.
+        """
+        beside = f"{name}_format"
+        stored = reader.tensors.get(beside)
+        if stored is not None:
+            form = reader.read_any(beside, tuple(slice(0, n) for n in stored.shape))
+            if np.any(form != 0):
+                raise ValueError(
+                    f"the tensor {name} in {stored.file} is stored in the tiles of a GPU "
+                    f"({beside} is {int(np.max(form))}, and not 0); save the model anew with a "
+                    "later bitsandbytes"
+                )
 
     def _of_blocks(
         self, reader: TensorReader, name: str, scale: str, index: tuple[slice, ...]
