@@ -245,6 +245,14 @@ class TestBadRows:
             collections.deque(itertools.islice(batches, 100))
         batches.close()
 
+    def test_that_are_all_there_is_are_an_error(self, tmp_path):
+        long = [{"prompt": "p" * 60, "response": f"{i}"} for i in range(9)]
+        stream = stream_of(write_lines(tmp_path / "a.jsonl", long), limit=1.0)
+        with pytest.raises(ValueError, match=r"100 rows that were drawn .* hold nothing to learn"):
+            stream.rows([0])
+        with pytest.raises(ValueError, match="none of the held-out rows can be used"):
+            list(validation_row_batches(stream, batch=1, num_batches=1))
+
     def test_that_are_held_out_are_named_and_counted(self, tmp_path):
         file, named = self.write(tmp_path, 97), []
         stream = stream_of(file, limit=1.0, holdout=0.3, report=named.append)

@@ -81,6 +81,13 @@ class TestKinds:
         assert kind_of(row) == "ChatPreference"
         assert row_hash(row) != row_hash(Preference(row.rejected, row.chosen))
 
+    def test_messages_with_calls_need_no_content(self):
+        calls = {"role": "assistant", "tool_calls": [{"name": "search"}]}
+        for content in ({}, {"content": None}):
+            value = {"messages": [{**USER, "name": None}, {**calls, **content}]}
+            row = row_of(read_object(json.dumps(value).encode()))
+            assert row == Conversation((USER, {**calls, "content": ""}))
+
     def test_preferences_between_texts(self, tmp_path, bad):
         lines = [{"prompt": "", "chosen": "a", "rejected": "b", "text": "c"}] * 2
         found = RowFiles([write_lines(tmp_path / "a.jsonl", [*lines, {"text": "c"}])], bad=bad)

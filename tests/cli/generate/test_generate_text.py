@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -11,7 +13,10 @@ from tools.text_models import text_folder
 
 from zeroxla.cli.data.bad_rows import RowError
 from zeroxla.cli.data.chat_template import ChatTemplate
+from zeroxla.cli.data.prompt_rows import PromptRow
 from zeroxla.cli.data.vocabulary import Bytes, Tokens
+from zeroxla.cli.errors import RunFolderError
+from zeroxla.cli.generate import answer_file
 from zeroxla.cli.generate.answer_text import AnswerText, TokenText
 from zeroxla.cli.generate.drawing import Drawing
 from zeroxla.cli.generate.options import SamplingOptions
@@ -290,6 +295,43 @@ class TestPromptOfATemplate:
     def test_without_text(self):
         with pytest.raises(RowError, match="makes no text of the conversation"):
             ChatTemplate("", {}).prompt([{"role": "user", "content": "a"}])
+
+
+class TestOfARun:
+    def source(self, folder, **config):
+        choice = SimpleNamespace(vocabulary=Bytes(), chat_template="its own")
+        run = SimpleNamespace(config=config)
+        return TextSource(folder=folder, choice=choice, run=run, model=None)
+
+    def test_a_text_begins_as_the_rows_of_training_did(self, tmp_path):
+        assert self.source(tmp_path, rows={}).encode("a") == [0, ord("a")]
+        assert self.source(tmp_path, preferences={}).encode("a") == [0, ord("a")]
+        assert self.source(tmp_path, rows={}).encode("") == [0]
+        assert self.source(tmp_path, text={}).encode("a") == [ord("a")]
+
+    def test_a_template_that_is_given_goes_before_the_runs_and_that_before_the_models(
+        self, tmp_path
+    ):
+        source, said = self.source(tmp_path), []
+        given = tmp_path / "given.jinja"
+        given.write_text("given")
+        assert source.chat_template(None, said.append).source == "its own"
+        (tmp_path / "chat_template.jinja").write_text("kept")
+        assert source.chat_template(None, said.append).source == "kept"
+        assert source.chat_template(given, said.append).source == "given"
+        places = ("the model's own", tmp_path / "chat_template.jinja", given)
+        assert said == [f"Chat template: {place}" for place in places]
+
+
+def test_an_answer_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    def full(file, data):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(answer_file, "append_whole", full)
+    with contextlib.closing(answer_file.AnswerFile(tmp_path / "answers.jsonl")) as file:
+        row = PromptRow("prompts.jsonl:3", {}, "a")
+        with pytest.raises(RunFolderError, match=r"before the one to prompts\.jsonl:3 are there"):
+            file.write(row, AnswerText(Bytes().decode))
 
 
 @pytest.mark.parametrize("framed", [False, True])
