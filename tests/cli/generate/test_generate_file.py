@@ -45,6 +45,12 @@ def test_answers_stand_in_their_rows(folder_of, rows, tmp_path, capsys):
     assert generate(folder_of("llama"), *told) == 2
     assert f"--output {out} is there already" in capsys.readouterr().err
 
+    file.write_text(json.dumps({"prompt": "t1 " * 64}))
+    out = tmp_path / "others.jsonl"
+    assert generate(folder_of("llama"), "--file", file, "--output", out, *LIKELIEST) == 2
+    assert "a prompt has 64 tokens, and the model's context is 64" in capsys.readouterr().err
+    assert not out.exists()
+
 
 @pytest.mark.slow
 def test_an_answer_ends_at_a_text(folder_of, rows, tmp_path):
