@@ -15,7 +15,7 @@ from tools.quick import quick_compilation  # noqa: F401
 
 import zeroxla
 from zeroxla.checkpoint.weights import export_files, pretrained, safetensors_writer
-from zeroxla.checkpoint.weights.export import export_params
+from zeroxla.checkpoint.weights.export import export_params, parse_size
 from zeroxla.checkpoint.weights.pretrained import from_pretrained
 from zeroxla.checkpoint.weights.tensor_names import flat_leaves
 from zeroxla.models import GPT, MLP, Llama
@@ -209,6 +209,12 @@ def test_an_export_that_cannot_be_is_refused(state, tmp_path, options, message):
 def test_two_leaves_of_one_name_are_refused():
     with pytest.raises(ValueError, match=r"leaves a/b and a\.b would both be the tensor a\.b;"):
         flat_leaves({("a", "b"): (1,), ("a.b",): (1,)})
+
+
+def test_sizes_count_in_thousands_or_in_1024():
+    texts = ("7", "3KB", "2 MB", "1.5gb", "1TB", "3KiB", "2 MiB", "1.5gib", "1TiB")
+    found = [7, 3000, 2 * 10**6, 15 * 10**8, 10**12, 3072, 2**21, 3 * 2**29, 2**40]
+    assert [parse_size(text) for text in texts] == found
 
 
 def test_what_is_no_source_is_refused(tmp_path):

@@ -26,6 +26,7 @@ from zeroxla.checkpoint.checkpointer import Checkpointer
 from zeroxla.checkpoint.weights import export_files, safetensors_writer
 from zeroxla.checkpoint.weights.export import export_params
 from zeroxla.checkpoint.weights.pretrained import from_pretrained
+from zeroxla.checkpoint.weights.safetensors_reader import TensorReader
 from zeroxla.checkpoint.weights.safetensors_writer import make_plan
 from zeroxla.checkpoint.weights.sources import StateSource
 from zeroxla.models import GPT, Llama, from_hugging_face
@@ -204,6 +205,9 @@ def test_the_library_reads_what_was_written(tmp_path, gpt):
         assert_same_tensors(load_file(file), read_export(tmp_path))
         with safe_open(file, framework="numpy") as opened:
             assert opened.metadata() == {"format": "pt"}
+        # Of this the library takes no slice.
+        empty = TensorReader(tmp_path).read("transformer.wte.weight", (slice(3, 3), slice(0, 5)))
+        assert (empty.shape, empty.dtype.name) == ((0, 5), dtype)
 
 
 class Net(nn.Module):
