@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from tools.families import FAMILIES
+from tools.families import FAMILIES, leaves_in
 from tools.hugging_face import FIXTURES, assert_same_tensors, hub_folder, read_file, write_file
 from tools.quick import quick_compilation, thinned  # noqa: F401
 
@@ -15,6 +15,7 @@ import zeroxla
 from zeroxla.checkpoint.checkpointer import Checkpointer
 from zeroxla.checkpoint.weights.adapter_names import adapter_leaves, known_format
 from zeroxla.models import GPT, MLP, Llama, from_hugging_face
+from zeroxla.program.paths import paths_of
 
 pytest.importorskip("safetensors", reason="safetensors is not installed")
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -58,6 +59,10 @@ SLOW = [
 def test_recorded_adapters_compute_what_peft_computes(tmp_path, name, scan):
     model, step, state, batch, data = opened(tmp_path, name, scan=scan)
     merged = model.merge(zeroxla.full_params(state))
+    zeroxla.export_params(state, tmp_path / "merged", model=model)
+    written = leaves_in(tmp_path / "merged", model.model)
+    for path, x in paths_of(merged):
+        np.testing.assert_allclose(written[path], x, atol=1e-6)
     apply = jax.jit(step.adapted.base.apply)
     np.testing.assert_allclose(apply(merged, {}, data["tokens"]), data["logits"], atol=1e-5)
     own = jax.jit(step.adapted.apply)(zeroxla.full_params(state), {}, data["tokens"])
