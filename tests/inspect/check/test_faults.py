@@ -42,7 +42,11 @@ class TestEquality:
 
     @pytest.mark.parametrize(
         ("loss", "worst"),
-        thinned([(planted.masked, "v")], slow=[(planted.contrastive, "w")], rows=True),
+        thinned(
+            [(planted.slightly_masked, "v")],
+            slow=[(planted.masked, "v"), (planted.contrastive, "w")],
+            rows=True,
+        ),
     )
     def test_rows_that_see_each_other_or_weigh_differently(self, loss, worst):
         found = only_fault(checked(loss), "equality")
@@ -82,7 +86,8 @@ class TestCollectives:
         assert "did not run" in report["repeats"].found
 
     def test_devices_that_decide_alike(self):
-        assert checked(planted.agreed).ok
+        report = checked(planted.agreed)
+        assert {result.verdict for result in report.results} == {"ok"}
 
 
 class TestGathered:
