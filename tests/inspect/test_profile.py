@@ -77,7 +77,7 @@ def test_times_of_events_add_up(tmp_path):
         }
     )
     assert list(times.phases) == ["forward gather", "forward", "update", "other"]
-    assert list(times.scopes)[0] == ("forward gather", "unit[h.attn]")  # the longest first
+    assert next(iter(times.scopes)) == ("forward gather", "unit[h.attn]")  # the longest first
     assert (times.steps, times.devices) == (2, 2)
     plain = times.to_dict()
     assert plain["phases_ms"]["forward"] == pytest.approx(0.030)
