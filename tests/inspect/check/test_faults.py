@@ -150,10 +150,13 @@ class TestOverflow:
         assert "RFFT input must be float32" in found.found
 
     def test_a_gradient_too_small_is_a_notice(self):
-        report = checked(planted.faint, planted.init_faint, FLOAT16)
+        config = zeroxla.ZeroConfig(compute_dtype="float16", init_loss_scale=64)
+        report = checked(planted.faint, planted.init_faint, config)
         assert report.ok
         assert report["overflow"].verdict == "notice"
-        assert report["overflow"].found.endswith("becomes zero in float16 of u")
+        words = "at a loss scale of 64 the whole gradient becomes zero in float16 of u"
+        assert report["overflow"].found.endswith(words)
+        assert "raise init_loss_scale" in report["overflow"].remedy
 
     @pytest.mark.slow
     def test_is_none_in_bfloat16(self):
