@@ -51,7 +51,10 @@ NO_KINDS = ("layer_types", "sliding_window", "max_window_layers", "use_sliding_w
         ("qwen3_moe", {"sliding_window": 5}, None, ()),
         (
             "qwen3_moe",
-            {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+            {
+                **{"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+                "layer_types": ["full_attention", "full_attention"],
+            },
             5,
             (True, True),
         ),
