@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import flax.nnx as nnx
+import jax.numpy as jnp
 import pytest
 from tools.chatglm import CONFIG as CHATGLM
 from tools.families import FAMILIES as FOLDERS
@@ -142,6 +143,12 @@ def test_a_file_that_computes_something_else_is_refused():
         decoder("opt", word_embed_proj_dim=16)
     with pytest.raises(ValueError, match="neither num_experts nor num_local_experts"):
         decoder("qwen3_moe", without=("num_experts", "num_local_experts"))
+
+
+def test_a_row_longer_than_the_learned_positions_is_refused():
+    build = from_hugging_face(json.loads((FOLDERS / "opt" / "config.json").read_text()))
+    with pytest.raises(ValueError, match="sequence of 65 tokens, but the model has 64 positions"):
+        nnx.eval_shape(lambda: build(nnx.Rngs(0))(jnp.zeros((1, 65), jnp.int32)))
 
 
 def test_the_config_that_is_written_has_the_dtype_of_the_tensors():
