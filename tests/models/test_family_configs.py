@@ -151,6 +151,18 @@ def test_a_row_longer_than_the_learned_positions_is_refused():
         nnx.eval_shape(lambda: build(nnx.Rngs(0))(jnp.zeros((1, 65), jnp.int32)))
 
 
+def test_another_window_is_another_model_and_a_longer_context_is_not():
+    config = json.loads((FOLDERS / "mistral" / "config.json").read_text())
+    model = nnx.eval_shape(lambda: from_hugging_face(config)(nnx.Rngs(0)))
+    format = FAMILIES["mistral"]
+    assert format.differences({**config, "max_position_embeddings": 9}, model) == []
+    found = format.differences({**config, "sliding_window": 9, "hidden_act": "gelu"}, model)
+    assert set(found) == {
+        "window is 9, and the model has 5",
+        "activation is 'gelu', and the model has 'silu'",
+    }
+
+
 def test_the_config_that_is_written_has_the_dtype_of_the_tensors():
     config = json.loads((FOLDERS / "mistral" / "config.json").read_text())
     for key in ("dtype", "torch_dtype"):
