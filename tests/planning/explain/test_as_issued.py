@@ -96,3 +96,23 @@ def test_a_gather_runs_one_turn_ahead_and_no_more():
     found = seconds_of(step, X, shards, as_issued=True)
     # The first one is hidden by what runs before the loop. The others begin with the turn before.
     assert found == pytest.approx(101 * PRODUCT_S + 2 * each_s)
+
+
+def test_what_is_computed_from_leaves_alone_does_not_run_ahead():
+    def step(x, shards):
+        def turn(c, shard):
+            shard, c = lax.optimization_barrier((shard, c))
+            whole = jnp.tile(gather(shard), (8, 1))
+            square = whole @ whole
+            with jax.named_scope("reduce"):
+                part = lax.psum_scatter(square, "device", tiled=True)
+            return c @ whole, part
+
+        return lax.scan(turn, x, shards)
+
+    gather_ahead_s, reduce_s = gather_s(8), gather_s(64)
+    assert PRODUCT_S < reduce_s < 2 * PRODUCT_S - gather_ahead_s
+    shards = jax.ShapeDtypeStruct((3, 8, 256), jnp.float32)
+    found = seconds_of(step, X, shards, as_issued=True)
+    # The last square is reduced beside the last product, and beyond it.
+    assert found == pytest.approx(gather_ahead_s + 5 * PRODUCT_S + reduce_s)
