@@ -224,8 +224,9 @@ class TestValueLoss:
 
     def test_values_within_the_clip_are_not_clipped_by_rounding(self):
         rng = np.random.default_rng(0)
-        old, moved, returns = rng.normal(size=(3, 1, 10_000)).astype(np.float32)
-        values = (old + 0.03 * moved).astype(np.float32)
+        old, values, returns = rng.normal(size=(3, 1, 50_000))
+        values = old + 0.03 * values
+        old, values, returns = (x.astype(np.float32) for x in (old, values, returns))
         assert value_loss(values, old, returns, np.ones_like(old), clip=0.2)[1]["clipped"] == 0
 
 
