@@ -74,6 +74,9 @@ def _qwen3_moe(fields: Fields, config: Fields) -> dict[str, Any]:
     every = config.get("decoder_sparse_step", 1)
     plain = set(config.get("mlp_only_layers") or ())
     dense = (i for i in range(fields["layers"]) if i in plain or (i + 1) % every)
+    # As in Qwen2 and Qwen3, but all layers have the window.
+    own = {"sliding_window": 4096, **config, "layer_types": None}
+    windows = windows_of(fields, own) if config.get("use_sliding_window") else {}
     count = config.get("num_experts", config.get("num_local_experts"))
     if count is None:
         raise ValueError("the config has neither num_experts nor num_local_experts; it must")
@@ -89,7 +92,7 @@ def _qwen3_moe(fields: Fields, config: Fields) -> dict[str, Any]:
             is_normalized=bool(config.get("norm_topk_prob", False)),
             dense_layers=tuple(dense),
         ),
-        **windows_of(fields, config),
+        **windows,
     }
 
 

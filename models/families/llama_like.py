@@ -39,17 +39,14 @@ def blocks(products: Mapping[str, str], norms: Mapping[str, str]) -> dict[str, s
 def windows_of(fields: Fields, config: Fields) -> dict[str, Any]:
     """Return the window of a config, and the layers that have it.
 
-    "layer_types" names the kind of each layer. Older configs of Qwen count the layers without a
-    window in "max_window_layers", and have one only if "use_sliding_window" says so.
+    "layer_types" names the kind of each layer. Without it all layers have the window.
     """
-    window = config.get("sliding_window")
-    kinds = config.get("layer_types")
-    if window is None or config.get("use_sliding_window") is False:
+    window, kinds = config.get("sliding_window"), config.get("layer_types")
+    if window is None:
         return {}
-    if kinds is not None:
-        return {"window": window, "windowed": tuple(x == "sliding_attention" for x in kinds)}
-    first = config.get("max_window_layers", 0) if "use_sliding_window" in config else 0
-    return {"window": window, "windowed": tuple(i >= first for i in range(fields["layers"]))}
+    if kinds is None:
+        kinds = ["sliding_attention"] * fields["layers"]
+    return {"window": window, "windowed": tuple(x == "sliding_attention" for x in kinds)}
 
 
 def _plain(fields: Fields, config: Fields) -> dict[str, Any]:
@@ -58,6 +55,18 @@ def _plain(fields: Fields, config: Fields) -> dict[str, Any]:
         "activation": activation_of(config),
         **windows_of(fields, config),
     }
+
+
+def _qwen(fields: Fields, config: Fields) -> dict[str, Any]:
+    """Its configs have a window only if "use_sliding_window" says so. Older ones count the layers
+    without it in "max_window_layers"."""
+    own = {"sliding_window": 4096, **config}
+    if not config.get("use_sliding_window"):
+        own["sliding_window"] = None
+    elif config.get("layer_types") is None:
+        first, layers = config.get("max_window_layers", 28), range(fields["layers"])
+        own["layer_types"] = ["sliding_attention" if i >= first else "full" for i in layers]
+    return _plain(fields, own)
 
 
 _LLAMA_TENSORS = {**ENDS, **blocks({**ATTENTION, **PERCEPTRON}, {**NORMS, **HEAD_NORMS})}
@@ -80,7 +89,8 @@ MISTRAL = DecoderFormat(
     **LAYOUT,
     fields=GROUPED,
     choices={},
-    build=_plain,
+    # A config that says nothing of a window has the one of the first Mistral.
+    build=lambda fields, config: _plain(fields, {"sliding_window": 4096, **config}),
 )
 
 QWEN2 = DecoderFormat(
@@ -89,7 +99,7 @@ QWEN2 = DecoderFormat(
     **LAYOUT,
     fields=GROUPED,
     choices={},
-    build=lambda fields, config: {**_plain(fields, config), "qkv_bias": True},
+    build=lambda fields, config: {**_qwen(fields, config), "qkv_bias": True},
 )
 
 QWEN3 = DecoderFormat(
@@ -98,7 +108,7 @@ QWEN3 = DecoderFormat(
     **LAYOUT,
     fields=GROUPED,
     choices={"attention_bias": (False,)},
-    build=lambda fields, config: {**_plain(fields, config), "qk_norm": True},
+    build=lambda fields, config: {**_qwen(fields, config), "qk_norm": True},
 )
 
 

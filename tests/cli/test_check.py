@@ -9,6 +9,7 @@ import pytest
 from tools import planted_faults
 from tools.quick import thinned
 
+from zeroxla.cli.check import run
 from zeroxla.cli.check.subject import made_batch, named_batch, named_model, settings
 from zeroxla.cli.main import main
 from zeroxla.models import GPT
@@ -98,6 +99,51 @@ def test_models_of_each_kind(folder, arguments, capsys):
     assert "No faults; 0 notices." in capsys.readouterr().out
 
 
+@pytest.fixture
+def asked(folder, monkeypatch):
+    """Return a function that returns what the command checks."""
+
+    class Seen(Exception):
+        pass
+
+    def seen(model, batch, **options):
+        raise Seen(model, batch, options)
+
+    def asked(*arguments):
+        with pytest.raises(Seen) as found:
+            main(["check", *arguments])
+        return found.value.args
+
+    monkeypatch.setattr(run, "check", seen)
+    return asked
+
+
+def test_the_options_are_those_of_the_command_and_then_of_the_file(asked, folder):
+    config = {"fp16": {"enabled": True}, "gradient_accumulation_steps": 4}
+    (folder / "deepspeed.json").write_text(json.dumps(config))
+    flags = ("--accumulate", "2", "--frozen", "v", "--rewrite", "--unit-elements", "5")
+    names = ("--loss", "own:mse", "--axis-name", "batch", "--batch", "own:batch")
+    _, batch, options = asked("own:dense", *names, *flags, "--deepspeed", "deepspeed.json")
+    config = options["config"]
+    assert (config.compute_dtype, config.accumulate, config.frozen) == ("float16", 2, ("v",))
+    assert config.rewrite is not None
+    assert config.unit_elements == 5
+    assert options["loss"].__name__ == "mse"
+    assert options["axis_names"] == {"batch": ("node", "device")}
+    assert set(batch) == {"x", "y"}
+    _, _, options = asked("own:pair", "--batch", "own:batch", "--init-loss-scale", "8")
+    config = options["config"]
+    assert (config.init_loss_scale, config.num_micro_batches) == (8, 1)
+    assert not config.frozen
+    assert not config.rewrite
+    assert options["axis_names"] is None
+
+
+def test_a_made_batch_has_rows_for_each_device_and_micro_batch(asked):
+    _, batch, _ = asked("zeroxla.models:GPT", "--accumulate", "3")
+    assert batch["tokens"].shape == (2 * 8 * 3, 17)
+
+
 class TestModel:
     def test_of_a_class_with_a_tiny_instance(self):
         model, batch = named_model("zeroxla.models:GPT", {"layers": 3})
@@ -159,6 +205,8 @@ def test_settings_are_pythons_values_or_text():
     [
         (["pair"], "names no object; give MODULE:NAME"),
         (["own:pair", "--accumulate", "0"], "--accumulate 0 must be at least 1"),
+        (["own:pair", "--unit-elements", "0"], "--unit-elements 0 must be at least 1"),
+        (["own:pair", "--init-loss-scale", "0"], "init_loss_scale=0.0 must be a finite number"),
     ],
 )
 def test_bad_input_has_status_2(folder, arguments, message, capsys):

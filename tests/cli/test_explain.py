@@ -51,6 +51,64 @@ def test_the_status_is_zero_without_a_stall(run, capsys):
     assert "No setting is missing" in capsys.readouterr().out
 
 
+@pytest.fixture
+def explained(run, monkeypatch):
+    """Return a function that returns the (step, batch, options) that are explained, of a run with
+    other options."""
+
+    class Seen(Exception):
+        pass
+
+    def seen(step, batch, **options):
+        raise Seen(step, batch, options)
+
+    def explained(*arguments, **changes):
+        config = json.loads((run / "config.json").read_text())
+        for name, values in changes.items():
+            config["options"][name] |= values
+        folder = run.with_name("other")
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(config))
+        with pytest.raises(Seen) as found:
+            main(["explain", str(folder), "--no-compile", *arguments])
+        return found.value.args
+
+    monkeypatch.setattr("zeroxla.cli.explain.run.explain", seen)
+    return explained
+
+
+def test_the_step_is_the_runs_on_the_mesh_that_is_asked_for(explained):
+    step, batch, options = explained()
+    assert dict(step.mesh.shape) == {"node": 2, "device": 4}
+    assert {name: x.shape for name, x in batch.items()} == {"tokens": (16, 33)}
+    assert (options["device"], options["least_share"]) == ("h200", 0.01)
+    asked = ("--nodes=4", "--devices-per-node=2", "--batch=32", "--device=a100")
+    step, batch, options = explained(*asked, "--least-share=0.2", "--link=10gbit")
+    assert dict(step.mesh.shape) == {"node": 4, "device": 2}
+    assert batch["tokens"].shape == (32, 33)
+    assert (options["link"], options["least_share"]) == ("10gbit", 0.2)
+    step, *_ = explained(mesh={"nodes": 1, "devices_per_node": 8})
+    assert dict(step.mesh.shape) == {"node": 1, "device": 8}
+
+
+def test_the_batch_of_rows_and_of_packed_rows(explained):
+    _, batch, _ = explained(text={"data": ["rows.jsonl"]})
+    assert set(batch) == {"tokens", "mask"}
+    _, batch, _ = explained(text={"data": ["rows.jsonl"]}, rows={"packing": True})
+    assert {name: x.shape for name, x in batch.items()} == {
+        "tokens": (16, 33),
+        **dict.fromkeys(("mask", "segments", "positions"), (16, 32)),
+    }
+
+
+def test_the_step_has_the_runs_adapters_and_stages(explained):
+    step, batch, _ = explained(lora={"lora_rank": 4})
+    assert set(step.abstract_state(batch).params) == {"base", "lora"}
+    for weights in ("step", "tick"):
+        step, *_ = explained(pipeline={"pipe": 2, "weights": weights})
+        assert (step.mesh.shape["pipe"], step.programs.weights) == (2, weights)
+
+
 @pytest.mark.slow
 def test_the_update_is_compiled(run, capsys):
     assert main(["explain", str(run)]) in (0, 1)

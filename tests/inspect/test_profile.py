@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 
 import jax
 import numpy as np
@@ -75,9 +76,30 @@ def test_times_of_events_add_up(tmp_path):
             ("update", "opt"): 0.020,
         }
     )
+    assert list(times.phases) == ["forward gather", "forward", "update", "other"]
+    assert next(iter(times.scopes)) == ("forward gather", "unit[h.attn]")  # the longest first
     assert (times.steps, times.devices) == (2, 2)
-    assert times.to_dict()["phases_ms"]["forward"] == pytest.approx(0.030)
+    plain = times.to_dict()
+    assert plain["phases_ms"]["forward"] == pytest.approx(0.030)
+    assert plain["idle_ms"] == pytest.approx(0.060)
+    assert plain["scopes_ms"][0]["ms"] == pytest.approx(0.100)
     assert "unit[h.attn]" in str(times)
+
+
+def test_what_ends_after_the_operation_around_it_counts_as_far_as_it_is_inside(tmp_path):
+    events = [event("while.1", 0, 40), event("dot.1", 30, 20)]
+    times = inspect.phase_times(written(tmp_path / "a", events), PROGRAM, steps=1)
+    assert times.phases == pytest.approx({"forward": 0.020, "other": 0.030})
+
+
+def test_the_newest_profile_of_a_folder_is_read(tmp_path):
+    """Some backends put a number behind the program's name."""
+    for name, age, us in (("b", 9, 10), ("a", 0, 20)):
+        event_of_it = event("add.1", 0, us, module="jit_train(7)")
+        file = written(tmp_path / name, [event_of_it]) / TRACE
+        os.utime(file, (10**9 - age, 10**9 - age))
+    times = inspect.phase_times(tmp_path, PROGRAM, steps=1)
+    assert times.phases == pytest.approx({"update": 0.020})
 
 
 def test_a_gpu_repeats_its_operations_in_groups_that_do_not_count(tmp_path):
@@ -128,6 +150,8 @@ def test_the_trace_for_viewers_names_phases_and_scopes(tmp_path):
         "update: opt",
     ]
     assert [e["args"]["hlo_op"] for e in events] == [name for name, *_ in STEP]
+    phases = ["forward gather", "other", "forward", "update"]
+    assert [e["args"]["phase"] for e in events] == phases
 
 
 def test_bad_input(tmp_path):

@@ -236,6 +236,31 @@ def test_a_row_of_several_documents_is_as_if_each_had_its_own():
                 start += n
 
 
+def test_a_loss_reads_segments_and_positions():
+    """The quick part of the test below."""
+    draw = np.random.default_rng(0)
+    batch = {
+        "tokens": draw.integers(0, 16, (1, 9)),
+        "segments": np.array([[1, 1, 1, 2, 2, 2, 2, 2]]),
+        "positions": np.array([[0, 1, 2, 0, 1, 2, 3, 4]]),
+    }
+    changes = {"layers": 1, "positions": "learned", "length": 8}
+    config = DecoderConfig(**{**TINY, **changes})
+    graph, state = nnx.split(nnx.jit(lambda: Decoder(config, scan=False, rngs=nnx.Rngs(0)))())
+    state = jax.tree.map(lambda x: 20 * x, state)  # scores that matter
+
+    @jax.jit
+    def loss(batch):
+        return nnx.merge(graph, state).loss(batch, train=True)[0]
+
+    one_document = {"segments": np.ones((1, 8), int), "positions": np.arange(8)[None]}
+    found = [
+        float(loss({**batch, **changes}))
+        for changes in ({}, *({name: x} for name, x in one_document.items()))
+    ]
+    assert min(abs(found[0] - found[1]), abs(found[0] - found[2])) > 1e-4
+
+
 @pytest.mark.parametrize("preset", thinned([], slow=[GPT, Llama]))
 def test_packed_rows_have_the_loss_of_their_documents(preset):
     """The mean over all targets that count."""

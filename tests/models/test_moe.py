@@ -147,6 +147,25 @@ def loss_of(graphdef, tree, batch=BATCH):
     return nnx.merge(graphdef, nnx.State(tree), copy=True).loss(batch, train=True)
 
 
+def test_the_loss_has_the_balance_and_padding_takes_no_place():
+    options = {"layers": 1, "routing": "capacity", "capacity_factor": 0.5, "balance": 0.5}
+    model = nnx.jit(lambda: Mixtral.tiny(**options)(nnx.Rngs(0)))()
+    tokens = np.random.default_rng(0).integers(0, 64, (2, 17))
+    real = np.broadcast_to(np.arange(16) >= 8, (2, 16)).astype(int)
+
+    @nnx.jit
+    def run(model, tokens):
+        loss, metrics = model.loss({"tokens": tokens}, train=True)
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        plain = model(inputs, targets_BL=targets).mean()
+        return loss - plain, metrics, model(inputs, mask_BL=real)
+
+    more, metrics, logits = run(model, tokens)
+    np.testing.assert_allclose(more, 0.5 * metrics["balance"], rtol=1e-4)
+    others = np.where(np.arange(17) < 8, (tokens + 1) % 64, tokens)
+    np.testing.assert_allclose(logits[:, 8:], run(model, others)[2][:, 8:], atol=1e-6)
+
+
 @pytest.mark.slow
 def test_scan_and_remat_change_neither_loss_nor_metrics_nor_gradients():
     plain, state = parts(Mixtral.tiny(scan=False))

@@ -1,5 +1,7 @@
 """DPO: the loss against float64, pairs as rows, and training on which margins rise."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -72,6 +74,9 @@ def test_lengths_are_normalized_if_asked():
     np.testing.assert_allclose(settings.of_rows(jnp.asarray(logprobs), mask), [-2.0, -4.0])
     plain = rlhf.DpoSettings(length=5, rows=2)
     np.testing.assert_allclose(plain.of_rows(logprobs, mask), [-6.0, -4.0])
+    none = np.zeros_like(mask)
+    for same in (settings, plain):
+        np.testing.assert_array_equal(same.of_rows(logprobs, none), [0, 0])
 
 
 def random_pairs(rows):
@@ -83,6 +88,37 @@ def random_pairs(rows):
     return rlhf.Pairs.of(prompts, chosen, rejected, length=LENGTH, pad=7)
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+def test_the_loss_of_a_step_reads_the_settings_and_the_batch(smoothing):
+    options = {"beta": 0.7, "label_smoothing": smoothing}
+    settings = rlhf.DpoSettings(length=LENGTH, rows=4, length_normalized=True, **options)
+    pairs, rng = random_pairs(4), np.random.default_rng(2)
+    masks = pairs.chosen_mask_BT.copy(), pairs.rejected_mask_BT.copy()
+    masks[0][1] = 0  # the first two of these pairs count nothing
+    masks[1][2] = 0
+    reference = rng.normal(-3, 1, (2, 4)).astype(np.float32)
+    table = jnp.asarray(rng.normal(size=(64, 64)), jnp.float32)
+    batch = {
+        **{"chosen": pairs.chosen_BL, "rejected": pairs.rejected_BL},
+        **{"chosen_mask": masks[0], "rejected_mask": masks[1]},
+        **{"ref_chosen": reference[0], "ref_rejected": reference[1]},
+    }
+    value, metrics = rlhf.preference_loss(settings)(lambda x: table[x], batch, train=True)
+    means = []
+    for rows, mask in zip((pairs.chosen_BL, pairs.rejected_BL), masks, strict=True):
+        logprobs = np.asarray(rlhf.target_logprobs(table[rows[:, :-1]], rows[:, 1:]))
+        means.append((logprobs * mask).sum(1) / np.maximum(mask.sum(1), 1))
+    want, margin, accuracy = dpo64(*means, *reference, [1, 0, 0, 1], 0.7, smoothing)
+    assert float(value) == pytest.approx(want, rel=1e-5)
+    assert float(metrics["margin"]) == pytest.approx(margin, rel=1e-4)
+    assert (metrics["accuracy"], metrics["weight"]) == (accuracy, 2)
+
+
+def test_a_pair_whose_responses_are_alike_is_not_accurate():
+    same = jnp.array([-3.0])
+    assert rlhf.dpo_loss(same, same, same, same, jnp.ones(1))[1]["accuracy"] == 0
+
+
 def test_pairs_are_rows():
     pairs = rlhf.Pairs.of([[1, 2], [3]], [[4], [5, 6]], [[7, 8], [9]], length=5)
     np.testing.assert_array_equal(pairs.chosen_BL, [[1, 2, 4, 0, 0], [3, 5, 6, 0, 0]])
@@ -90,12 +126,17 @@ def test_pairs_are_rows():
     np.testing.assert_array_equal(pairs.rejected_BL, [[1, 2, 7, 8, 0], [3, 9, 0, 0, 0]])
     np.testing.assert_array_equal(pairs.rejected_mask_BT, [[0, 1, 1, 0], [1, 0, 0, 0]])
     assert len(pairs) == 2
+    padded = rlhf.Pairs.of([[1]], [[2, 3]], [[4]], length=3, pad=9)  # one row is full
+    np.testing.assert_array_equal(padded.chosen_BL, [[1, 2, 3]])
+    np.testing.assert_array_equal(padded.rejected_BL, [[1, 4, 9]])
     with pytest.raises(ValueError, match="1 prompts, 2 chosen and 1 rejected"):
         rlhf.Pairs.of([[1]], [[1], [2]], [[1]], length=5)
     with pytest.raises(ValueError, match="pair 0 has a prompt and a response of 6 tokens"):
         rlhf.Pairs.of([[1, 2, 3]], [[1, 2, 3]], [[1]], length=5)
     with pytest.raises(ValueError, match="pair 0 has an empty prompt or response"):
         rlhf.Pairs.of([[1]], [[]], [[1]], length=5)
+    with pytest.raises(ValueError, match="pair 1 has an empty prompt or response"):
+        rlhf.Pairs.of([[1], []], [[1], [1]], [[1], [1]], length=5)
 
 
 def begun(storage, tensor=1):
@@ -143,6 +184,8 @@ def test_margins_rise_and_the_reference_stays(storage):
     assert not any(metrics["skipped"] for metrics in found)
     after = trainer.score(states, pairs)
     np.testing.assert_allclose(after["ref_chosen"], columns["ref_chosen"], rtol=1e-4)
+    nothing = {**columns, "ref_chosen": np.full_like(columns["ref_chosen"], np.nan)}
+    assert trainer.train(states, nothing)[1]["skipped"] == 1
 
 
 @pytest.mark.parametrize(
@@ -163,9 +206,14 @@ def test_other_misuse(mesh24):
     settings = rlhf.DpoSettings(length=9, rows=16)
     with pytest.raises(ValueError, match="on a mesh of 2 stages"):
         rlhf.dpo(GPT.tiny(), zeroxla.make_mesh(nodes=1, devices_per_node=4, pipe=2), settings)
-    long = rlhf.DpoSettings(length=1000, rows=16)
-    with pytest.raises(ValueError, match="length=1000 tokens of a row, and the model's context is"):
+    context = GPT.tiny().length
+    long = rlhf.DpoSettings(length=context + 2, rows=16)
+    words = f"length={context + 2} tokens of a row, and the model's context is {context}"
+    with pytest.raises(ValueError, match=words):
         rlhf.dpo(GPT.tiny(), mesh24, long)
+    short = rlhf.Pairs.of([[1]], [[2]], [[3]], length=5)
+    with pytest.raises(ValueError, match=r"are not the rows=16 of length=9 of the settings"):
+        rlhf.Dpo.score(SimpleNamespace(settings=settings), None, short)
     loss = rlhf.preference_loss(settings)
     actor = rlhf.Policy(step=zeroxla.make_step(GPT.tiny(), mesh24, loss=loss))
     with pytest.raises(ValueError, match="pass reference="):

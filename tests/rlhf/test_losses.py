@@ -147,6 +147,8 @@ class TestPpoLoss:
         ratio = np.exp(new.astype(np.float64) - old)
         each = -np.minimum(ratio * advantages, np.clip(ratio, 0.8, 1.2) * advantages)
         assert found == pytest.approx(each[mask() > 0].mean(), rel=1e-5)
+        held = np.clip(ratio, 0.8, 1.2) * advantages < ratio * advantages
+        assert metrics["clipped"] == pytest.approx(held[mask() > 0].mean(), rel=1e-5)
         assert metrics["weight"] == mask().sum()
 
     def test_its_first_gradient_is_the_policy_gradient(self):
@@ -160,16 +162,18 @@ class TestGrpoLoss:
         new, old, ref = random("n", "o", "r")
         advantages = np.array([1.0, -0.5, 2.0, -1.5])
         found, metrics = grpo_loss(new, old, ref, jnp.asarray(advantages), mask(), clip=0.2, kl=0.1)
-        rows, divergences = [], []
+        rows, divergences, held = [], [], []
         for b, (first, last) in enumerate(RESPONSES):
             at = np.s_[b, first:last]
             ratio = np.exp(new[at].astype(np.float64) - old[at])
             gain = np.minimum(ratio * advantages[b], np.clip(ratio, 0.8, 1.2) * advantages[b])
+            held.append((gain < ratio * advantages[b]).mean())
             away = ref[at].astype(np.float64) - new[at]
             divergences.append((np.exp(away) - away - 1).mean())
             rows.append(-gain.mean() + 0.1 * divergences[-1])
         assert found == pytest.approx(np.mean(rows), rel=1e-5)
         assert metrics["divergence"] == pytest.approx(np.mean(divergences), rel=1e-5)
+        assert metrics["clipped"] == pytest.approx(np.mean(held), rel=1e-5)
         assert metrics["weight"] == B
 
     def test_rows_without_a_response_do_not_count(self):
@@ -205,6 +209,25 @@ class TestValueLoss:
         assert found == pytest.approx(0.5 * max((value - target) ** 2, (held - target) ** 2))
         assert gradient[0, 0] == pytest.approx(slope, rel=1e-5)
         assert metrics["clipped"] == (slope == 0)
+
+    def test_is_the_mean_over_tokens(self):
+        arrays = random("v", "o", "r")
+        found, metrics = value_loss(*arrays, mask(), clip=0.2)
+        values, old, returns = (x.astype(np.float64) for x in arrays)
+        held = old + np.clip(values - old, -0.2, 0.2)
+        free, held = (values - returns) ** 2, (held - returns) ** 2
+        inside = mask() > 0
+        assert found == pytest.approx(0.5 * np.maximum(free, held)[inside].mean(), rel=1e-5)
+        far = np.abs(values - old) > 0.2
+        assert metrics["clipped"] == pytest.approx((far & (held > free))[inside].mean(), rel=1e-5)
+        assert metrics["weight"] == inside.sum()
+
+    def test_values_within_the_clip_are_not_clipped_by_rounding(self):
+        rng = np.random.default_rng(0)
+        old, values, returns = rng.normal(size=(3, 1, 50_000))
+        values = old + 0.03 * values
+        old, values, returns = (x.astype(np.float32) for x in (old, values, returns))
+        assert value_loss(values, old, returns, np.ones_like(old), clip=0.2)[1]["clipped"] == 0
 
 
 class TestKlEstimate:
@@ -242,6 +265,11 @@ def test_log_probabilities_of_targets():
     p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     expected = np.log(np.take_along_axis(p, targets[..., None], -1)[..., 0])
     np.testing.assert_allclose(target_logprobs(logits, targets), expected, rtol=1e-5)
+    narrow = jnp.asarray(logits, jnp.bfloat16)
+    found = target_logprobs(narrow, targets)
+    assert found.dtype == jnp.float32
+    wide = target_logprobs(narrow.astype(jnp.float32), targets)
+    np.testing.assert_array_equal(found, wide)  # no sum of exponentials in bfloat16
 
 
 @pytest.mark.parametrize("mean", [masked_mean, row_mean])

@@ -65,9 +65,13 @@ def healthy(params, batch, key):
 
 
 def half(params, batch, key):
-    """A model that computes in bfloat16 whatever its leaves are."""
-    params, batch = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (params, batch))
-    return healthy(params, batch, key).astype(jnp.float32)
+    """A model that computes in bfloat16 whatever its leaves are. It drops numbers at random, and
+    its rows have weights."""
+    kept = 2 * batch["x"] * jax.random.bernoulli(key, 0.5, batch["x"].shape)
+    params, x = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (params, kept))
+    errors = (predict(params, {"x": x}).astype(jnp.float32) - batch["y"]) ** 2
+    weights = jnp.where(batch["x"][:, :1] > 0, 9.0, 1.0)
+    return jnp.sum(errors * weights) / jnp.sum(weights), {"weight": jnp.sum(weights)}
 
 
 def summed(params, batch, key):
@@ -89,6 +93,22 @@ def masked(params, batch, key):
     return jnp.sum(errors * counts) / jnp.sum(counts)
 
 
+def slightly_masked(params, batch, key):
+    """A fault that changes gradients by less than a hundredth."""
+    return 0.99 * healthy(params, batch, key) + 0.01 * masked(params, batch, key)
+
+
+def weighed(params, batch, key):
+    """The same mean with its weight, and the first leaf once more at the end; and a branch that
+    exchanges values with other nodes, where there is one node."""
+    counts = batch["x"][:, :1] > 0
+    x = batch["x"].sum()
+    seen = jax.lax.cond(x > 0, lambda x: jax.lax.pmean(x, "node"), lambda x: x, x)
+    loss = masked(params, batch, key) + 0 * jax.lax.stop_gradient(seen)
+    loss += 1e-3 * jnp.sum(params["w"] ** 2)
+    return loss, {"weight": jnp.sum(counts).astype(jnp.float32)}
+
+
 def parting(params, batch, key):
     """Devices whose rows have a large sum take the mean over devices, and others do not."""
     x = predict(params, batch).mean()
@@ -106,13 +126,23 @@ def endless(params, batch, key):
     return healthy(params, batch, key) + seen.mean()
 
 
+@jax.custom_vjp
+def product(x, w):
+    """A product with a derivative of its own, of one large leaf."""
+    return x @ w
+
+
+product.defvjp(lambda x, w: (x @ w, (x, w)), lambda given, ct: (ct @ given[1].T, given[0].T @ ct))
+
+
 def agreed(params, batch, key):
-    """All devices decide alike, so that they may exchange something in a branch."""
+    """All devices decide alike, so that they may exchange something in a branch; and one large leaf
+    has a rule of its own."""
     largest = jax.lax.pmax(batch["x"].max(), ("node", "device"))
     seen = jax.lax.cond(
         largest > 0, lambda x: jax.lax.pmean(x, ("node", "device")), lambda x: x, largest
     )
-    return healthy(params, batch, key) + 0 * seen
+    return squares(jnp.tanh(product(batch["x"], params["w"])) @ params["v"], batch) + 0 * seen
 
 
 LAYERS = 6

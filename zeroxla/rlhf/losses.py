@@ -169,7 +169,10 @@ def value_loss(
 
     Source: as in OpenAI's baselines (ppo2); arXiv 2006.05990, section 3.
     """
-    held_BT = old_values_BT + jnp.clip(values_BT - old_values_BT, -clip, clip)
+    moved_BT = values_BT - old_values_BT
+    held_BT = old_values_BT + jnp.clip(moved_BT, -clip, clip)
+    # Within the clip the value is its own, and not one that differs by a rounding.
+    held_BT = jnp.where(jnp.abs(moved_BT) <= clip, values_BT, held_BT)
     free_BT, held_BT = (values_BT - returns_BT) ** 2, (held_BT - returns_BT) ** 2
     loss, weight = masked_mean(0.5 * jnp.maximum(free_BT, held_BT), mask_BT)
     clipped = masked_mean((held_BT > free_BT).astype(jnp.float32), mask_BT)[0]

@@ -1,10 +1,15 @@
 """MFU: which devices have a peak, which FLOPs count, and what a run records and shows."""
 
+from types import SimpleNamespace
+
+import jax
+import numpy as np
 import pytest
 from tools.quick import quick_compilation  # noqa: F401
 from tools.train import train, values
 
 import zeroxla.cli.train.job as job
+from zeroxla.cli.train.step_values import StepValues
 from zeroxla.cli.train.utilization import peak_flops_per_s
 
 TINY = [
@@ -26,6 +31,25 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 )
 def test_a_peak_is_that_of_the_device_in_the_table(kind, peak):
     assert peak_flops_per_s(kind, 8) == (None if peak is None else pytest.approx(8 * peak))
+
+
+def test_what_is_recorded_of_a_step(monkeypatch):
+    stats = [{"peak_bytes_in_use": 5}, {"peak_bytes_in_use": 7}, None]
+    devices = [SimpleNamespace(memory_stats=lambda x=x: x) for x in stats]
+    monkeypatch.setattr(jax, "local_devices", lambda: devices)
+    step_values = StepValues(
+        task=SimpleNamespace(counted="tokens", num_counted=100),
+        num_rows=8,
+        schedule=lambda done: 0.5**done,
+        least_s=0.5,
+        of_program={"received_bytes": 3},
+    )
+    metrics = {"loss": np.float32(1.5), "tokens_per_s": 9, "of_rows": np.ones(8)}
+    assert step_values.read(3, metrics, 2.0, {"data_s": 0.1}) == {
+        **{"loss": 1.5, "examples": 24, "step_s": 2.0, "data_s": 0.1, "tokens_per_s": 50},
+        # The third step is taken with the rate after two.
+        **{"mfu": 0.25, "learning_rate": 0.25, "received_bytes": 3, "peak_memory_bytes": 7},
+    }
 
 
 @pytest.mark.slow

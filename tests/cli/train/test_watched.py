@@ -72,7 +72,7 @@ def test_a_profile_of_several_programs_is_kept_and_costs_the_run_nothing(text, t
         (["--profile", "3"], "--profile '3': give two step numbers from 1 on"),
         (["--profile", "3:2"], "--profile '3:2': give two step numbers from 1 on"),
         (["--profile", "0:2"], "--profile '0:2': give two step numbers from 1 on"),
-        (["--profile", "3:9"], "--profile 3:9: the run ends after step 4"),
+        (["--profile", "3:5"], "--profile 3:5: the run ends after step 4"),
         (["--track", "nobody"], "--track 'nobody' is no tracker"),
     ],
 )

@@ -25,7 +25,9 @@ from tools.zoo.base import tokens
 import zeroxla
 from zeroxla.frontend import adapt
 from zeroxla.frontend.lora import at_rest
+from zeroxla.frontend.lora.leaf_plan import Adapter, LoraPlan
 from zeroxla.frontend.lora.magnitudes import SMALLEST, scales, squared_norms_with
+from zeroxla.frontend.lora.uses import DenseLeaf
 from zeroxla.models import GPT
 from zeroxla.step.adapters import without_adapters
 
@@ -222,6 +224,18 @@ def test_the_squared_norms_are_those_of_the_sum():
     nothing = squared_norms_with(jnp.zeros((3, 2)), jnp.ones((3, 1)), jnp.zeros((1, 2)), (0,), 1.0)
     assert (nothing == SMALLEST).all()
     assert not scales(jnp.zeros(2), nothing).any()
+
+
+def test_a_merged_column_of_zeros_stays_one():
+    leaf = DenseLeaf(shape=(2, 3), layer_dims=(), contracted=(0,))
+    plan = LoraPlan(
+        **{"shapes": {}, "dense": {("w",): leaf}, "targets": (("w",),), "rank": 1},
+        **{"scaling": 2.0, "dora": True, "frozen": None},
+    )
+    values = np.array([[3.0, 0, 0], [4.0, 0, 1.0]], np.float32)
+    adapter = Adapter(np.ones((2, 1)), np.array([[0, 0, 1.0]]), np.array([10.0, 0, 1.0]))
+    want = [[6, 0, 2 / 13**0.5], [8, 0, 3 / 13**0.5]]  # (0 + 2, 1 + 2), of length 1
+    np.testing.assert_allclose(plan.merged(("w",), values, adapter), want, rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["dora", "rank_stabilized"])

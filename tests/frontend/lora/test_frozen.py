@@ -244,6 +244,15 @@ def test_the_documented_bytes_and_errors_of_a_gaussian_leaf(frozen, error):
     assert found == pytest.approx(error, rel=0.02)
 
 
+@pytest.mark.parametrize(("side", "is_wire"), [(63, False), (64, True)])
+def test_a_layer_of_4096_elements_is_stored_in_few_bits(side, is_wire):
+    """However many layers there are."""
+    leaf = DenseLeaf(shape=(64, 8, side), layer_dims=(1,), contracted=(0,))
+    for frozen in ("int8", "int4"):
+        assert (at_rest.format_of(leaf, frozen) is not None) == is_wire
+    assert at_rest.format_of(leaf, None) is None
+
+
 @pytest.mark.slow
 def test_init_holds_less_than_the_largest_leaf(mesh24):
     """Beside the shards: a stack of layers is quantized layer by layer."""

@@ -48,20 +48,28 @@ def test_passes_all(name, dtype):
     assert "equal those of" in report["equality"].found
 
 
-def test_a_model_that_casts_to_a_narrow_dtype_itself():
-    report = zeroxla.check((planted.init, planted.half), planted.BATCH)
+def test_a_model_that_draws_random_numbers_weighs_rows_and_casts_to_a_narrow_dtype():
+    batch = {name: np.repeat(x, 2, 0) for name, x in planted.BATCH.items()}
+    config = zeroxla.ZeroConfig(accumulate=2)
+    report = zeroxla.check((planted.init, planted.half), batch, config=config)
     assert report.ok
-    assert "the model itself computes in a narrow dtype" in report["equality"].found
+    assert "the devices' rows on one device, each under its own key" in report["equality"].found
+    words = "6.2e-02 is allowed, as the model itself computes in a narrow dtype"
+    assert words in report["equality"].found
     assert "and all fit" in report["overflow"].found
 
 
 def test_with_micro_batches_frozen_leaves_and_axes():
     mesh = zeroxla.make_mesh(nodes=1, tensor=2)
     config = zeroxla.ZeroConfig(accumulate=2, frozen="v")
-    report = zeroxla.check(PAIR, planted.BATCH, mesh=mesh, config=config)
+    batch = {name: np.repeat(x, 2, 0) for name, x in planted.BATCH.items()}
+    batch["x"][::8, 0] = 1  # each micro-batch has an item that counts
+    model = planted.init, planted.weighed
+    report = zeroxla.check(model, batch, mesh=mesh, config=config)
     assert report.ok
     assert report.mesh == "node 1 x device 4 x tensor 2"
     assert "1 gradients equal those of the whole batch" in report["equality"].found
+    assert report["gathered"].found.endswith("gathered again for a later use: w 2 times")
 
 
 def test_the_report_as_text_and_as_plain_types():

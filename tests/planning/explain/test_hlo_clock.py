@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from tools.devices import made_device
 
@@ -35,9 +37,9 @@ def named(collective, phase, lane):
     return Origin(phase=phase, kind=collective.kind, text=collective.name, scope=collective.name)
 
 
-def read(text, *, scheduled=False):
+def read(text, *, scheduled=False, target=TARGET, **options):
     """Return the time line, and what travels by the name of the first instruction."""
-    time = HloClock(hlo.parse(text), TARGET, named).run(scheduled=scheduled)
+    time = HloClock(hlo.parse(text), target, named, **options).run(scheduled=scheduled)
     uses = link_uses_of(time.events, waits_of(time.events, time.seconds))
     return time, {use.scope: use for use in uses}
 
@@ -225,6 +227,99 @@ def test_a_copy_with_a_start_runs_beside_the_computation():
     assert beside.seconds == pytest.approx(PRODUCT_S)
     after, _ = read(program(start, done, product, end, before=body, scheduled=True), scheduled=True)
     assert after.seconds == pytest.approx(2 * PRODUCT_S)
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_a_copy_to_the_host_takes_the_hosts_link(scheduled):
+    time, uses = read(
+        program(
+            "%start = (f32[32,64]{1,0:S(5)}, f32[32,64]{1,0}, u32[]) copy-start(%shard)",
+            f"%y = f32[64,64] {DOT}",
+            "%there = f32[32,64]{1,0:S(5)} copy-done(%start)",
+            "ROOT %out = (f32[64,64], f32[32,64]) tuple(%y, %there)",
+            scheduled=scheduled,
+        ),
+        scheduled=scheduled,
+    )
+    (use,) = uses.values()
+    assert (use.lane, use.seconds) == ("host", pytest.approx(FAST_S))
+    assert time.seconds == pytest.approx(PRODUCT_S)  # it runs beside the product
+
+
+def test_a_collective_over_all_devices_takes_the_slowest_link():
+    flat = GATHER.replace(OVER_DEVICE, "replica_groups={{0,1,2,3}}")
+    time, uses = read(program(f"ROOT %whole = f32[128,64] {flat}"))
+    (use,) = uses.values()
+    assert use.lane == "device"
+    assert (
+        time.seconds == use.seconds == pytest.approx(TARGET.seconds("device", "all-gather", 2**15))
+    )
+
+
+def test_a_reduce_counts_the_bytes_that_it_is_given():
+    name = SCOPE.replace("forward/gather/all_gather", "transpose(forward)/reduce/psum_scatter")
+    scatter = f"reduce-scatter(%x), {OVER_DEVICE}, dimensions={{0}}, to_apply=%add, {name}"
+    add = """%add {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %c = f32[] add(%a, %b)
+}
+"""
+    _, uses = read(program(f"ROOT %part = f32[32,64] {scatter}", before=add))
+    (use,) = uses.values()
+    assert use.seconds == pytest.approx(TARGET.seconds("device", "reduce-scatter", 4 * 64 * 64))
+    assert use.phase == "reduce"
+
+
+def test_products_take_the_time_of_their_dtype():
+    both = {"float32": 1e6, "bfloat16": 4e6}
+    target = dataclasses.replace(TARGET, device=dataclasses.replace(DEVICE, flops_per_s=both))
+    for dtype, seconds in (("f32", PRODUCT_S), ("bf16", PRODUCT_S / 4)):
+        text = program(f"ROOT %y = f32[64,64] {DOT}").replace("f32[64,64]", f"{dtype}[64,64]")
+        assert read(text, target=target)[0].seconds == pytest.approx(seconds)
+
+
+def test_what_is_not_asked_for_takes_no_time():
+    time, uses = read(
+        program(
+            f"%whole = f32[64,64] {GATHER}",
+            f"ROOT %y = f32[64,64] {DOT.replace('%x, %x', '%x, %whole')}, "
+            'metadata={op_name="jit(step)/update/dot"}',
+        ),
+        wanted=lambda path: "update" in path,
+    )
+    assert not uses
+    assert time.seconds == pytest.approx(PRODUCT_S)
+
+
+def test_a_loop_whose_turns_depend_on_data_takes_the_turns_that_are_assumed():
+    text = program(
+        "%which = s32[] parameter(2)",
+        "%start = (s32[], f32[32,64], f32[64,64]) tuple(%which, %shard, %x)",
+        "ROOT %all = (s32[], f32[32,64], f32[64,64]) while(%start), condition=%test, body=%body",
+        before=LOOP.replace("TRIPS", "7"),
+    )
+    time, _ = read(text, while_trips=5)
+    assert time.seconds == pytest.approx(5 * (SLOW_S + PRODUCT_S))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "ROOT %y = f32[64,64] call(%x), to_apply=%inside",
+        "%start = ((f32[64,64]), f32[64,64]) async-start(%x), calls=%inside\n"
+        "  ROOT %y = f32[64,64] async-done(%start)",
+    ],
+)
+def test_what_is_called_is_run(call):
+    inside = f"""%inside {{
+  %x = f32[64,64] parameter(0)
+  ROOT %made = f32[64,64] {DOT}
+}}
+"""
+    for scheduled in (False, True):
+        time, _ = read(program(call, before=inside, scheduled=scheduled), scheduled=scheduled)
+        assert time.seconds == pytest.approx(PRODUCT_S)
 
 
 def test_the_longest_branch_counts():

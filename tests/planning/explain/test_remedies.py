@@ -8,9 +8,10 @@ import pytest
 
 from zeroxla import WireFormat, ZeroConfig
 from zeroxla.mesh.machines import Link, Machines
+from zeroxla.planning.bottleneck import REMEDIES
 from zeroxla.planning.explain.link_uses import LinkUse
 from zeroxla.planning.explain.remedies import Case, remedy_for
-from zeroxla.planning.target import Target
+from zeroxla.planning.target import DISK, HOST, HOST_UPDATE, Target
 
 LINK = Link(name="wire", bytes_per_s=1e9, latency_s=1e-6, of="device", source="a test")
 TARGET = Target.find({"node": 2, "device": 4}, device="h200", link=LINK, machines=None)
@@ -47,6 +48,7 @@ def advice(use, *, target=TARGET, weights="", unit_elements=0, **options):
 
 
 QUARTER = WireFormat(bits=8)
+ONCE = {"inter_node_gather": "step", "hpz_size": "node"}
 
 
 @pytest.mark.parametrize(
@@ -57,13 +59,23 @@ QUARTER = WireFormat(bits=8)
         (REDUCE, {"prefetch_bucket": 0}, {"prefetch_bucket": None}),
         (SMALL, {}, {"persistence_threshold": 0}),
         (SMALL, {"persistence_threshold": 0}, None),
-        (GATHER, {"accumulate": 2}, {"inter_node_gather": "step", "hpz_size": "node"}),
+        (SMALL, {"prefetch_bucket": 0}, {"persistence_threshold": 0}),
+        (GATHER, {"accumulate": 2}, ONCE),
+        (GATHER, {"accumulate": 2, **ONCE}, {"weight_wire": QUARTER}),
+        (AGAIN, {"accumulate": 2}, ONCE),
         (AGAIN, {}, {"hpz_size": "node"}),
         (AGAIN, {"hpz_size": "node"}, {"weight_wire": QUARTER}),
         (inside(AGAIN), {}, {"weight_wire": QUARTER}),
         (GATHER, {"weight_wire": QUARTER}, None),
         (REDUCE, {"accumulate": 2}, {"inter_node_reduce": "step"}),
+        (
+            REDUCE,
+            {"accumulate": 2, "inter_node_reduce": "step"},
+            {"inter_node_gradient_wire": QUARTER},
+        ),
         (REDUCE, {}, {"inter_node_gradient_wire": QUARTER}),
+        (REDUCE, {"inter_node_gradient_wire": QUARTER}, None),
+        (inside(REDUCE), {"inter_node_gradient_wire": QUARTER}, {"gradient_wire": QUARTER}),
         (inside(REDUCE), {}, {"gradient_wire": QUARTER}),
         (REDUCE, {"gradient_wire": QUARTER}, None),
         (UPDATE, {"owners": False}, {"owners": True}),
@@ -89,25 +101,38 @@ def test_nothing_is_gathered_ahead_on_a_device_that_does_one_thing_at_a_time():
 
 def test_the_stages_of_a_pipeline_keep_their_leaves():
     assert advice(GATHER, weights="tick") == {}
+    send = dataclasses.replace(GATHER, phase="send", kind="collective-permute", lane="pipe")
+    assert advice(send, weights="tick") is None
     assert advice(GATHER, weights="step") == {"weight_wire": QUARTER}
 
 
 def test_without_devices_in_a_node_there_are_no_secondary_shards():
     alone = Target.find({"node": 8, "device": 1}, device="h200", link=LINK, machines=None)
     assert advice(AGAIN, target=alone) == {"weight_wire": QUARTER}
+    assert advice(GATHER, target=alone, accumulate=2) == {"weight_wire": QUARTER}
 
 
-def test_fewer_bytes_do_not_help_against_latency():
-    late = dataclasses.replace(LINK, latency_s=0.006)
+@pytest.mark.parametrize("count", [1, 4])
+def test_fewer_bytes_do_not_help_against_latency(count):
+    late = dataclasses.replace(LINK, latency_s=0.006 / count)
     target = Target.find({"node": 2, "device": 4}, device="h200", link=late, machines=None)
-    assert advice(GATHER, target=target) is None
-    assert advice(REDUCE, target=target) is None
+    assert advice(dataclasses.replace(GATHER, count=count), target=target) is None
+    assert advice(dataclasses.replace(REDUCE, count=count), target=target) is None
 
 
-def test_the_host_is_given_less_to_move():
-    host = dataclasses.replace(GATHER, lane="host", phase="update")
-    remedy = remedy_for(host, Case(config=ZeroConfig(), target=TARGET))
-    assert "Offload.ratio" in remedy.text
+@pytest.mark.parametrize("owners", [True, False])
+@pytest.mark.parametrize(
+    ("lane", "words"),
+    [
+        (HOST, "Offload.ratio"),
+        (HOST_UPDATE, 'Offload(update="device")'),
+        (DISK, REMEDIES[DISK]),
+    ],
+)
+def test_the_host_is_given_less_to_do(lane, words, owners):
+    use = dataclasses.replace(GATHER, lane=lane, phase="update", kind="")
+    remedy = remedy_for(use, Case(config=ZeroConfig(owners=owners), target=TARGET))
+    assert words in remedy.text
 
 
 def test_every_device_of_the_tables_can_be_advised():

@@ -38,6 +38,8 @@ def test_it_adds_up(report):
     assert report.waited_s + computed == pytest.approx(report.time.seconds, rel=0.02)
     assert sum(use.waited_s for use in report.uses) == pytest.approx(report.waited_s, rel=0.02)
     assert sum(line.seconds for line in report.lines) == pytest.approx(computed)
+    shares = sum(line.share for line in report.lines)
+    assert shares == pytest.approx(computed / report.time.seconds)
     assert all(use.hideable_s <= use.waited_s <= use.seconds * 1.0001 for use in report.uses)
 
 

@@ -53,6 +53,7 @@ def test_a_healthy_step_has_no_stall(scan):
     report = explained(gpt(scan=scan))
     assert report.stalls == ()
     assert report.waited_s < 0.05 * report.time.seconds
+    assert {line.bound for line in report.lines} == {"compute", "memory"}
     assert "No setting is missing" in str(report)
 
 

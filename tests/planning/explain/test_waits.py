@@ -69,8 +69,28 @@ def test_of_two_links_the_one_that_ends_with_the_gap_is_waited_for():
     ]
 
 
+def test_of_links_that_end_together_the_one_that_began_last_is_waited_for():
+    events = [computes(0, 10), travels("node", 9, 12), travels("device", 11, 12), computes(12, 30)]
+    assert found(events) == [("node", 10, 11, MIDDLE), ("device", 11, 12, MIDDLE)]
+
+
 def test_a_gap_without_a_link_is_of_nobody():
     assert found([computes(0, 10), computes(11, 30)]) == [(None, 10, 11, MIDDLE)]
+    events = [computes(0, 10), travels("node", 9, 11), computes(12, 30)]
+    assert found(events) == [("node", 10, 11, MIDDLE), (None, 11, 12, MIDDLE)]
+
+
+@pytest.mark.parametrize(("share", "places"), [(1, [BEGIN, END]), (5, [MIDDLE, MIDDLE])])
+def test_the_ends_of_a_step_are_two_hundredths_of_its_computation(share, places):
+    last = 102 - share
+    events = [
+        computes(0, share),
+        travels("node", share, share + 1),
+        computes(share + 1, last),
+        travels("node", last, last + 1, "reduce"),
+        computes(last + 1, 102, "backward"),
+    ]
+    assert [place for *_, place in found(events)] == places
 
 
 def test_the_update_is_in_the_middle():

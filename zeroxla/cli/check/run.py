@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from zeroxla.cli.check.options import CheckOptions
+from zeroxla.cli.check.options import CheckedTraining, CheckOptions
 from zeroxla.cli.check.subject import made_batch, named_batch, named_model, settings
 from zeroxla.cli.named_object import named_object
 from zeroxla.cli.train.setup import mesh_of
@@ -84,11 +84,11 @@ def _config(options: CheckOptions) -> ZeroConfig:
     Raises:
       ValueError: the file or an option cannot work.
     """
-    asked = options.training
+    asked, usual = options.training, vars(CheckedTraining())
     given = {
         name: value
         for name, value in vars(asked).items()
-        if name != "deepspeed" and value not in (None, (), False)
+        if name != "deepspeed" and value != usual[name]
     }
     if asked.deepspeed is None:
         return ZeroConfig(**given)

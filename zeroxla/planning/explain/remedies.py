@@ -15,7 +15,7 @@ from zeroxla.config.zero_config import ZeroConfig
 from zeroxla.mesh.axes import DEVICE, NODE
 from zeroxla.planning.bottleneck import REMEDIES
 from zeroxla.planning.explain.link_uses import LinkUse
-from zeroxla.planning.target import DISK, HOST, Target
+from zeroxla.planning.target import DISK, HOST, HOST_UPDATE, Target
 
 PERSISTENT = "persistent"
 """The unit of leaves that are gathered once, at the start of a step."""
@@ -175,15 +175,15 @@ def fewer_weight_bytes(use: LinkUse, case: Case) -> Remedy | None:
 
 def owners(use: LinkUse, case: Case) -> Remedy | None:
     """One device can compute each matrix that the optimizer needs whole."""
-    if use.phase != "update" or case.config.owners:
+    if use.phase != "update" or not use.kind or case.config.owners:
         return None
     text = "owners=True: one device computes each matrix that the optimizer needs whole"
     return Remedy(text=text, changes={"owners": True})
 
 
 def less_offload(use: LinkUse, case: Case) -> Remedy | None:
-    """Less can be moved to and from the host."""
-    if use.lane not in (HOST, DISK):
+    """Less can be moved to and from the host, and less be computed there."""
+    if use.lane not in (HOST, HOST_UPDATE, DISK):
         return None
     return Remedy(text=REMEDIES[use.lane])
 

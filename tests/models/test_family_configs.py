@@ -1,0 +1,172 @@
+"""What a config.json of a family means, where no recorded checkpoint says it."""
+
+from __future__ import annotations
+
+import json
+
+import flax.nnx as nnx
+import jax.numpy as jnp
+import pytest
+from tools.chatglm import CONFIG as CHATGLM
+from tools.families import FAMILIES as FOLDERS
+
+from zeroxla.models import from_hugging_face
+from zeroxla.models.families import FAMILIES
+
+
+def decoder(name, *, without=(), **changes):
+    """The decoder of a recorded config with other values, and without some keys."""
+    config = CHATGLM
+    if name != "chatglm":
+        config = json.loads((FOLDERS / name / "config.json").read_text())
+    kept = {key: value for key, value in config.items() if key not in without}
+    return FAMILIES[kept["model_type"]].decoder_config({**kept, **changes})
+
+
+NO_KINDS = ("layer_types", "sliding_window", "max_window_layers", "use_sliding_window")
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "window", "windowed"),
+    [
+        # Transformers' own defaults: the first Mistral has a window, Qwen has none unless asked.
+        ("mistral", {}, 4096, (True, True)),
+        ("mistral", {"sliding_window": None}, None, ()),
+        ("mixtral", {}, None, ()),
+        ("mixtral", {"sliding_window": 5}, 5, (True, True)),
+        ("phi3", {}, None, ()),
+        ("qwen2", {"sliding_window": 5}, None, ()),
+        ("qwen2", {"sliding_window": 5, "use_sliding_window": False}, None, ()),
+        ("qwen2", {"use_sliding_window": True}, 4096, (False, False)),
+        ("qwen3", {"use_sliding_window": True, "max_window_layers": 1}, 4096, (False, True)),
+        (
+            "qwen3",
+            {
+                **{"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0},
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
+            5,
+            (True, False),
+        ),
+        # Its layers all have the window.
+        ("qwen3_moe", {"sliding_window": 5}, None, ()),
+        (
+            "qwen3_moe",
+            {
+                **{"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+                "layer_types": ["full_attention", "full_attention"],
+            },
+            5,
+            (True, True),
+        ),
+        ("gemma2", {"sliding_window": 5}, 5, (True, False, True, False)),
+        ("gemma3_text", {"sliding_window": 5, "sliding_window_pattern": 3}, 5, (1, 1, 0, 1)),
+        ("gemma3_text", {"_sliding_window_pattern": 2}, 4096, (1, 0, 1, 0)),
+    ],
+)
+def test_which_layers_have_a_window(name, values, window, windowed):
+    without = (*NO_KINDS, "_sliding_window_pattern")
+    found = decoder(name, without=without, **values)
+    assert (found.window, found.windowed) == (window, windowed)
+
+
+def test_positions_in_older_spellings():
+    old = ("rope_parameters",)
+    neox = decoder("gpt_neox", without=old, rotary_emb_base=5000, rotary_pct=0.5).rotary
+    assert (neox.theta, neox.width) == (5000, 4)
+    assert decoder("gpt_neox", without=old).rotary.width == 2  # a quarter of a head
+    gptj = decoder("gptj", rotary_dim=None)
+    assert gptj.rotary.width == gptj.head_width
+    assert decoder("mixtral", without=(*old, "rope_theta")).rotary.theta == 1e6
+    gemma = decoder(
+        "gemma3_text",
+        without=old,
+        rope_theta=5e5,
+        rope_local_base_freq=2e3,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+    )
+    assert (gemma.rotary.theta, gemma.rotary.scaling.factor) == (5e5, 8.0)
+    assert (gemma.local_rotary.theta, gemma.local_rotary.scaling) == (2e3, None)
+    phi = decoder(
+        "phi3",
+        without=old,
+        original_max_position_embeddings=16,  # a quarter of its 64
+        rope_scaling={"type": "su", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
+    ).rotary.scaling
+    assert (phi.rope_type, phi.factor) == ("longrope", 4)
+    assert phi.amplitude == pytest.approx(1.5**0.5)  # 1 + log 4 / log 16
+
+
+def test_a_chatglm_of_other_versions():
+    glm = decoder("chatglm", rope_ratio=50)
+    assert (glm.rotary.theta, glm.kv_heads, glm.qkv_bias) == (5e5, 2, True)
+    assert decoder("chatglm", multi_query_attention=False).kv_heads == 4
+    assert not decoder("chatglm", without=("add_qkv_bias",)).qkv_bias
+    assert not decoder("chatglm", add_qkv_bias=False).qkv_bias
+
+
+@pytest.mark.parametrize(
+    ("values", "dense"),
+    [
+        ({}, ()),
+        ({"decoder_sparse_step": 2}, (0, 2)),
+        ({"mlp_only_layers": [1]}, (1,)),
+        ({"decoder_sparse_step": 3, "mlp_only_layers": [2]}, (0, 1, 2, 3)),
+    ],
+)
+def test_which_layers_have_experts(values, dense):
+    experts = decoder("qwen3_moe", num_hidden_layers=4, **values).experts
+    assert experts.dense_layers == dense
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_the_balance_of_experts_is_the_configs(name):
+    assert decoder(name, router_aux_loss_coef=0.25).experts.balance == 0.25
+    assert decoder(name, without=("router_aux_loss_coef",)).experts.balance == 0.001
+
+
+def test_biases_and_functions_that_a_config_names():
+    assert decoder("glm").qkv_bias
+    assert not decoder("glm", attention_bias=False).qkv_bias
+    neox = decoder("gpt_neox", attention_bias=False)
+    assert (neox.qkv_bias, neox.out_bias, neox.mlp_bias) == (False, False, True)
+    assert decoder("gpt_neox", hidden_act="gelu_fast").activation == "gelu_tanh"
+    # Files of the first Gemma say "gelu" and mean the function with tanh.
+    assert decoder("gemma", hidden_act="gelu", hidden_activation=None).activation == "gelu_tanh"
+    assert decoder("gemma2", hidden_activation="gelu").activation == "gelu"
+    with pytest.raises(ValueError, match="hidden_act='mish', and the model computes 'silu'"):
+        decoder("mistral", hidden_act="mish")
+
+
+def test_a_file_that_computes_something_else_is_refused():
+    with pytest.raises(ValueError, match="word_embed_proj_dim=16 and hidden_size="):
+        decoder("opt", word_embed_proj_dim=16)
+    with pytest.raises(ValueError, match="neither num_experts nor num_local_experts"):
+        decoder("qwen3_moe", without=("num_experts", "num_local_experts"))
+
+
+def test_a_row_longer_than_the_learned_positions_is_refused():
+    build = from_hugging_face(json.loads((FOLDERS / "opt" / "config.json").read_text()))
+    with pytest.raises(ValueError, match="sequence of 65 tokens, but the model has 64 positions"):
+        nnx.eval_shape(lambda: build(nnx.Rngs(0))(jnp.zeros((1, 65), jnp.int32)))
+
+
+def test_another_window_is_another_model_and_a_longer_context_is_not():
+    config = json.loads((FOLDERS / "mistral" / "config.json").read_text())
+    model = nnx.eval_shape(lambda: from_hugging_face(config)(nnx.Rngs(0)))
+    format = FAMILIES["mistral"]
+    assert format.differences({**config, "max_position_embeddings": 9}, model) == []
+    found = format.differences({**config, "sliding_window": 9, "hidden_act": "gelu"}, model)
+    assert set(found) == {
+        "window is 9, and the model has 5",
+        "activation is 'gelu', and the model has 'silu'",
+    }
+
+
+def test_the_config_that_is_written_has_the_dtype_of_the_tensors():
+    config = json.loads((FOLDERS / "mistral" / "config.json").read_text())
+    for key in ("dtype", "torch_dtype"):
+        kept = {k: v for k, v in config.items() if k not in ("dtype", "torch_dtype")}
+        model = nnx.eval_shape(lambda c={**kept, key: "float32"}: from_hugging_face(c)(nnx.Rngs(0)))
+        written = FAMILIES["mistral"].config(model, dtype="bfloat16")
+        assert written == {**kept, key: "bfloat16"}
