@@ -35,16 +35,39 @@ SIZES = {
     "heads": Key(name="num_attention_heads"),
 }
 HIDDEN = {"hidden": Key(name="intermediate_size")}
-KV_HEADS = {"kv_heads": Key(name="num_key_value_heads", null=lambda fields: fields["heads"])}
-HEAD_WIDTH = {
-    "head_width": Key(name="head_dim", null=lambda fields: fields["width"] // fields["heads"])
-}
 LENGTH = {"length": Key(name="max_position_embeddings", default=2048, is_computed=False)}
 TIE = {"tie": Key(name="tie_word_embeddings", default=False)}
-RMS = {"eps": Key(name="rms_norm_eps", default=1e-6)}
 LAYER_NORM = {"eps": Key(name="layer_norm_epsilon", default=1e-5)}
-GROUPED = {**SIZES, **HIDDEN, **KV_HEADS, **HEAD_WIDTH, **LENGTH, **TIE, **RMS}
-"""The fields of a decoder with grouped heads and RMSNorm."""
+
+
+def grouped(
+    *,
+    kv_heads: int | None = None,
+    head_width: int | None = None,
+    eps: float = 1e-6,
+    tie: bool = False,
+) -> dict[str, Key]:
+    """Return the fields of a decoder with grouped heads and RMSNorm.
+
+    Args:
+      kv_heads, head_width, eps, tie: the values that Transformers takes if their keys are absent.
+        None means as many as heads, and the width of the model over its heads, as null does.
+    """
+    return {
+        **SIZES,
+        **HIDDEN,
+        "kv_heads": Key(
+            name="num_key_value_heads", default=kv_heads, null=lambda fields: fields["heads"]
+        ),
+        "head_width": Key(
+            name="head_dim",
+            default=head_width,
+            null=lambda fields: fields["width"] // fields["heads"],
+        ),
+        **LENGTH,
+        "tie": Key(name="tie_word_embeddings", default=tie),
+        "eps": Key(name="rms_norm_eps", default=eps),
+    }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

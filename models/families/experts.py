@@ -4,11 +4,11 @@ from typing import Any
 
 from ..decoder_config import ExpertsConfig
 from .decoder_format import (
-    GROUPED,
     DecoderFormat,
     Fields,
     Key,
     activation_of,
+    grouped,
     kernels_of,
     layer_paths,
     rotary_of,
@@ -51,8 +51,7 @@ MIXTRAL = DecoderFormat(
     model_type="mixtral",
     **{**LAYOUT, "tensors": _MIXTRAL_TENSORS, "transposed": kernels_of(_MIXTRAL_TENSORS)},
     fields={
-        **GROUPED,
-        "eps": Key(name="rms_norm_eps", default=1e-5),
+        **grouped(kv_heads=8, eps=1e-5),
         "experts": Key(name="num_local_experts", default=8),
         "top_k": Key(name="num_experts_per_tok", default=2),
     },
@@ -101,7 +100,7 @@ QWEN3_MOE = DecoderFormat(
     model_type="qwen3_moe",
     **{**LAYOUT, "tensors": _QWEN_TENSORS, "transposed": kernels_of(_QWEN_TENSORS)},
     fields={
-        **GROUPED,
+        **grouped(kv_heads=4),
         "top_k": Key(name="num_experts_per_tok", default=8),
         "expert_hidden": Key(name="moe_intermediate_size", default=768),
     },

@@ -5,18 +5,16 @@ from typing import Any
 from ..rope_scaling import RopeScaling
 from ..rotary import Rotary
 from .decoder_format import (
-    GROUPED,
     Build,
     DecoderFormat,
     Fields,
-    Key,
     activation_of,
+    grouped,
     kernels_of,
     rotary_of,
 )
 from .llama_like import ATTENTION, ENDS, HEAD_NORMS, LAYOUT, NORMS, PERCEPTRON, blocks
 
-_FIELDS = {**GROUPED, "tie": Key(name="tie_word_embeddings", default=True)}
 _CHOICES = {
     "attention_bias": (False,),
     "use_bidirectional_attention": (None, False),
@@ -36,12 +34,13 @@ def _gemma(fields: Fields, config: Fields) -> dict[str, Any]:
     }
 
 
-def _scores(config: Fields) -> dict[str, Any]:
+def _scores(config: Fields, score_cap: float | None, logit_cap: float | None) -> dict[str, Any]:
+    """The caps are those of a config that says nothing of them."""
     return {
         "arrangement": "sandwich",
         "score_scale": float(config.get("query_pre_attn_scalar", 256)) ** -0.5,
-        "score_cap": config.get("attn_logit_softcapping"),
-        "logit_cap": config.get("final_logit_softcapping"),
+        "score_cap": config.get("attn_logit_softcapping", score_cap),
+        "logit_cap": config.get("final_logit_softcapping", logit_cap),
     }
 
 
@@ -52,7 +51,7 @@ def _gemma2(fields: Fields, config: Fields) -> dict[str, Any]:
     ]
     return {
         **_gemma(fields, config),
-        **_scores(config),
+        **_scores(config, 50.0, 30.0),
         "window": config.get("sliding_window", 4096),
         "windowed": tuple(kind == "sliding_attention" for kind in kinds),
     }
@@ -78,7 +77,7 @@ def _gemma3(fields: Fields, config: Fields) -> dict[str, Any]:
         local = Rotary(theta=float(config.get("rope_local_base_freq", 1e4)), width=width)
     return {
         **_gemma(fields, {**config, "rope_parameters": None, "rope_scaling": None}),
-        **_scores(config),
+        **_scores(config, None, None),
         "rotary": whole,
         "local_rotary": local,
         "qk_norm": True,
@@ -96,17 +95,17 @@ _TENSORS = {
 _LAYOUT = {**LAYOUT, "tensors": _TENSORS, "transposed": kernels_of(_TENSORS)}
 
 
-def _family(architecture: str, model_type: str, build: Build) -> DecoderFormat:
+def _family(architecture: str, model_type: str, build: Build, *, kv_heads: int) -> DecoderFormat:
     return DecoderFormat(
         architecture=architecture,
         model_type=model_type,
         **_LAYOUT,
-        fields=_FIELDS,
+        fields=grouped(kv_heads=kv_heads, head_width=256, tie=True),
         choices=_CHOICES,
         build=build,
     )
 
 
-GEMMA = _family("GemmaForCausalLM", "gemma", _gemma)
-GEMMA2 = _family("Gemma2ForCausalLM", "gemma2", _gemma2)
-GEMMA3 = _family("Gemma3ForCausalLM", "gemma3_text", _gemma3)
+GEMMA = _family("GemmaForCausalLM", "gemma", _gemma, kv_heads=16)
+GEMMA2 = _family("Gemma2ForCausalLM", "gemma2", _gemma2, kv_heads=4)
+GEMMA3 = _family("Gemma3ForCausalLM", "gemma3_text", _gemma3, kv_heads=4)

@@ -5,12 +5,12 @@ from typing import Any
 
 from ..format import Fused
 from .decoder_format import (
-    GROUPED,
     SIZES,
     DecoderFormat,
     Fields,
     Key,
     activation_of,
+    grouped,
     kernels_of,
     layer_paths,
     rotary_of,
@@ -87,7 +87,7 @@ MISTRAL = DecoderFormat(
     architecture="MistralForCausalLM",
     model_type="mistral",
     **LAYOUT,
-    fields=GROUPED,
+    fields=grouped(kv_heads=8),
     choices={},
     # A config that says nothing of a window has the one of the first Mistral.
     build=lambda fields, config: _plain(fields, {"sliding_window": 4096, **config}),
@@ -97,7 +97,7 @@ QWEN2 = DecoderFormat(
     architecture="Qwen2ForCausalLM",
     model_type="qwen2",
     **LAYOUT,
-    fields=GROUPED,
+    fields=grouped(kv_heads=32),
     choices={},
     build=lambda fields, config: {**_qwen(fields, config), "qkv_bias": True},
 )
@@ -106,7 +106,7 @@ QWEN3 = DecoderFormat(
     architecture="Qwen3ForCausalLM",
     model_type="qwen3",
     **LAYOUT,
-    fields=GROUPED,
+    fields=grouped(kv_heads=32, head_width=128),
     choices={"attention_bias": (False,)},
     build=lambda fields, config: {**_qwen(fields, config), "qk_norm": True},
 )
@@ -145,7 +145,7 @@ PHI3 = DecoderFormat(
     model_type="phi3",
     **{**LAYOUT, "tensors": _PHI3_TENSORS, "transposed": kernels_of(_PHI3_TENSORS)},
     fused=(Fused(leaves=tuple(_IN_LAYER + leaf for leaf in _QKV)), _FUSED_GATE),
-    fields=GROUPED,
+    fields=grouped(eps=1e-5),
     choices={},
     build=_phi3,
 )
@@ -157,12 +157,12 @@ GLM = DecoderFormat(
     model_type="glm",
     **{**LAYOUT, "tensors": _GLM_TENSORS, "transposed": kernels_of(_GLM_TENSORS)},
     fused=(_FUSED_GATE,),
-    fields=GROUPED,
+    fields=grouped(kv_heads=2, head_width=128, eps=1.5625e-7),
     choices={},
     build=lambda fields, config: {
         "rotary": rotary_of(config, fields["head_width"], share=0.5, pairs="neighbours"),
         "activation": activation_of(config),
-        "qkv_bias": bool(config.get("attention_bias", False)),
+        "qkv_bias": bool(config.get("attention_bias", True)),
     },
 )
 

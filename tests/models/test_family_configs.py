@@ -70,6 +70,49 @@ def test_which_layers_have_a_window(name, values, window, windowed):
     assert (found.window, found.windowed) == (window, windowed)
 
 
+SHAPE = {"hidden_size": 512, "num_attention_heads": 16}
+ABSENT = ("num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings")
+
+
+@pytest.mark.parametrize(
+    ("name", "kv_heads", "head_width", "eps", "tie"),
+    [
+        ("mistral", 8, 32, 1e-6, False),
+        ("mixtral", 8, 32, 1e-5, False),
+        ("qwen3", 32, 128, 1e-6, False),
+        ("qwen3_moe", 4, 32, 1e-6, False),
+        ("phi3", 16, 32, 1e-5, False),
+        ("glm", 2, 128, 1.5625e-7, False),
+        ("gemma", 16, 256, 1e-6, True),
+        ("gemma2", 4, 256, 1e-6, True),
+        ("gemma3_text", 4, 256, 1e-6, True),
+    ],
+)
+def test_keys_that_a_config_leaves_out_mean_what_transformers_takes(
+    name, kv_heads, head_width, eps, tie
+):
+    shape = SHAPE if name != "qwen3" else {**SHAPE, "num_attention_heads": 32}
+    changes = {"partial_rotary_factor": 0.5} if name == "glm" else {}
+    found = decoder(name, without=(*ABSENT, "rope_parameters"), **shape, **changes)
+    assert (found.kv_heads, found.head_width, found.eps, found.tie) == (
+        kv_heads,
+        head_width,
+        eps,
+        tie,
+    )
+
+
+def test_caps_and_biases_that_a_config_leaves_out():
+    caps = ("attn_logit_softcapping", "final_logit_softcapping")
+    found = decoder("gemma2", without=caps)
+    assert (found.score_cap, found.logit_cap) == (50, 30)
+    found = decoder("gemma2", **dict.fromkeys(caps))
+    assert (found.score_cap, found.logit_cap) == (None, None)
+    found = decoder("gemma3_text", without=caps)
+    assert (found.score_cap, found.logit_cap) == (None, None)
+    assert decoder("glm", without=("attention_bias",)).qkv_bias
+
+
 def test_positions_in_older_spellings():
     old = ("rope_parameters",)
     neox = decoder("gpt_neox", without=old, rotary_emb_base=5000, rotary_pct=0.5).rotary
