@@ -78,7 +78,8 @@ CASES = {
     "accumulate": With(config={"accumulate": 2}),
     "batch statistics": With(model=Normed()),
     "LoRA, int4 base": With(
-        model=lambda: zeroxla.lora(MODEL, targets="kernel$", rank=2, frozen="int4")
+        model=lambda: zeroxla.lora(GPT.tiny(width=64), targets="kernel$", rank=2, frozen="int4"),
+        rows=words,
     ),
     "frozen": With(config={"frozen": "bias$"}),
     "offload": With(config={"offload": Offload(optimizer="host", params="host")}),
