@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from tools.quick import quick_compilation  # noqa: F401
-from tools.rlhf import CONFIG, VOCAB, model, prompts, settings, share_of_wanted
+from tools.rlhf import CONFIG, VOCAB, model, num_wires, prompts, settings, share_of_wanted, wide
 
 import zeroxla
 from zeroxla import Offload, rlhf
@@ -77,8 +77,12 @@ def test_parameters_on_disk(mesh, tmp_path, algorithm, storage):
     disk = Offload(optimizer="disk", params="disk", path=str(tmp_path))
     found = []
     for config in (CONFIG, dataclasses.replace(CONFIG, offload=disk)):
-        _, state = first(mesh, config)
-        found.append(iterated(mesh, config, state, algorithm=algorithm, **storage)[1])
+        _, state = first(mesh, config, wide())
+        kept = {"algorithm": algorithm, "module": wide(), **storage}
+        states, metrics = iterated(mesh, config, state, **kept)
+        stored = states.actor if states.reference is None else states.reference
+        assert num_wires(stored) == 4
+        found.append(metrics)
     assert found[0] == found[1]
 
 

@@ -12,6 +12,7 @@ import optax
 import zeroxla
 from zeroxla import ZeroConfig, rlhf
 from zeroxla.models import GPT
+from zeroxla.step.state import TrainState
 
 VOCAB, WANTED = 16, 3
 PROMPTS = [[1, 2, 3], [4], [5, 6], [7, 8, 9]]
@@ -61,8 +62,18 @@ class Begun:
         return states, found
 
 
-def model() -> GPT:
-    return GPT.tiny(vocab=VOCAB, length=16, layers=1, width=16, heads=2, scan=False)
+def model(width: int = 16) -> GPT:
+    return GPT.tiny(vocab=VOCAB, length=16, layers=1, width=width, heads=2, scan=False)
+
+
+def wide() -> GPT:
+    """Return a model with kernels large enough to be stored in 8 or 4 bits."""
+    return model(width=64)
+
+
+def num_wires(state: TrainState) -> int:
+    """Return the number of leaves that are stored in 8 or 4 bits."""
+    return sum(x.dtype == np.uint8 for x in jax.tree.leaves(state.params))
 
 
 def begin(
