@@ -1,6 +1,7 @@
 """The step as users meet it: plans follow the batch, donated state, metrics, other programs."""
 
 import dataclasses
+import io
 
 import flax.linen as nn
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from rich.console import Console
 from tools.quick import quick_compilation, thinned  # noqa: F401
 from tools.reference import Reference, relative_errors, remember_gradients, worst
 from tools.zoo import CASES
@@ -355,6 +357,14 @@ def test_describe_lists_every_leaf():
     text = str(table)
     for word in ("300 parameters on 2 node(s) x 4 device(s)", "3x8x8", "scalar", "+1 zeros"):
         assert word in text, text
+    # In a narrow terminal paths take several lines, and numbers stay whole.
+    paths = (dataclasses.replace(row, path=f"{row.path}/" * 20) for row in table.rows)
+    console = Console(width=80, file=io.StringIO())
+    console.print(dataclasses.replace(table, rows=tuple(paths)).table())
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert not any("…" in line for line in lines)
+    assert sum(line.endswith((" 4 │", "24 │", "96 │", "12 │", "20 │")) for line in lines) == 5
 
 
 def test_a_step_lowers_from_shapes(net):

@@ -153,17 +153,21 @@ class Description(Report):
             f"secondary shards{where}, {self.gradient_bytes:,} of gradients\n"
             f"the optimizer's state of a device: {self._optimizer_in_words()}"
         )
-        for name in ("leaf", "shape", "placement", "unit", "wires"):
-            table.add_column(name, no_wrap=True)
-        for name in ("shard bytes", "secondary shard"):
-            table.add_column(name, justify="right")
+        # Where there is little room, paths and words take more lines, and numbers stay whole.
+        numbers = ["shard bytes"]
+        if self.secondary_bytes:
+            numbers.append("secondary shard")
+        table.add_column("leaf", overflow="fold")
+        table.add_column("shape", no_wrap=True)
+        for name in ("placement", "unit", "wires"):
+            table.add_column(name, overflow="fold")
+        for name in numbers:
+            table.add_column(name, justify="right", no_wrap=True)
         for row in self.rows:
             shape = "x".join(map(str, row.shape)) or "scalar"
-            table.add_row(
-                *(row.path, shape, row.placement, row.unit, row.wires),
-                f"{row.shard_bytes:,}",
-                f"{row.secondary_bytes:,}" if row.secondary_bytes else "-",
-            )
+            copy = f"{row.secondary_bytes:,}" if row.secondary_bytes else "-"
+            held = (f"{row.shard_bytes:,}", copy)[: len(numbers)]
+            table.add_row(row.path, shape, row.placement, row.unit, row.wires, *held)
         return table
 
 

@@ -222,7 +222,7 @@ def test_text_has_no_preferences(hub, monkeypatch, capsys):
 @pytest.mark.slow
 def test_it_learns_what_is_preferred(hub, tmp_path):
     """Held-out answers of which none was seen are told apart, between conversations."""
-    base = write_chat_folder(tmp_path / "base", layers=1, width=32, heads=2, length=64)
+    base = write_chat_folder(tmp_path / "base", layers=1, width=64, heads=2, length=64)
     file = write_lines(tmp_path / "chat.jsonl", preference_rows(200, chat=True))
     run = tmp_path / "run"
     printed = train_as_a_user(
@@ -231,6 +231,7 @@ def test_it_learns_what_is_preferred(hub, tmp_path):
         *("--eval-every", 10, "--sample-bytes", 8, "--dpo-length-normalized", "--dpo-beta", 2),
     )
     assert "200 preferences between conversations" in printed
+    assert "as stored" in printed  # kernels of the base
     assert "nats per pair; loss without a preference (log 2) 0.6931: the model is" in printed
     assert "Validation accuracy 100.0%" in printed
     accuracies = values(run, "accuracy")
