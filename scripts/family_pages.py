@@ -167,7 +167,7 @@ def checked(model_type: str) -> str:
         lines += [
             "* 12 greedy tokens are equal, and a `HybridEngine` generates them, too.",
             "* With `tensor=2` loss and gradients are equal.",
-            "* Adapters learn on a base of 4 bits.",
+            "* Adapters learn on a base of 4 bits, and then generate the merged model's tokens.",
         ]
     return "\n".join(lines)
 

@@ -35,7 +35,8 @@ def _gemma(fields: Fields, config: Fields) -> dict[str, Any]:
 
 
 def _scores(config: Fields, score_cap: float | None, logit_cap: float | None) -> dict[str, Any]:
-    """The caps are those of a config that says nothing of them."""
+    """Return what concerns scores and logits. `score_cap` and `logit_cap` are used if the config
+    has no such keys."""
     return {
         "arrangement": "sandwich",
         "score_scale": float(config.get("query_pre_attn_scalar", 256)) ** -0.5,

@@ -82,6 +82,22 @@ def test_nothing_reads_the_output(arguments, unbuffered):
     assert (done.returncode, done.stderr) == (141, b"")
 
 
+def test_nothing_reads_a_table():
+    code = """
+import sys, types
+from rich.console import Console
+from zeroxla.cli.main import COMMANDS, Command, main
+COMMANDS["say"] = Command("said", "Say something.")
+sys.modules["said"] = types.SimpleNamespace(run=lambda arguments: Console().print("a table"))
+sys.exit(main(["say"]))
+"""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
 def test_another_broken_pipe_is_an_error(monkeypatch, tmp_path):
     def broken(arguments):
         raise BrokenPipeError("of a socket")

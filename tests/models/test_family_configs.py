@@ -1,4 +1,4 @@
-"""What a config.json of a family means, where no recorded checkpoint says it."""
+"""How config.json is read: the cases that the recorded checkpoints do not have."""
 
 from __future__ import annotations
 

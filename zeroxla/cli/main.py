@@ -85,6 +85,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The interpreter flushes once more when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except SystemExit as ended:
+        if isinstance(ended.__context__, BrokenPipeError):  # rich has met it, and ends with 1
+            return 141
+        raise
 
 
 def _run(arguments: Sequence[str]) -> int:

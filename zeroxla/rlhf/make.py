@@ -35,7 +35,8 @@ class Storage:
 
     frozen: Frozen | None = "int8"
     """Form of the dense leaves of the reference, which is also the base of an actor with adapters:
-    8 bits ("int8"), 4 bits ("int4"), or float32 (None)."""
+    8 bits ("int8"), 4 bits ("int4"), or float32 (None). Leaves with fewer than 4096 elements in a
+    layer stay float32. If those are all, "int4" warns; "int8" does not, as it is the default."""
     rank: int | None = None
     """Rank of the actor's adapters. The actor is then the frozen reference with adapters, and the
     reference is stored once. None: the actor is trained whole, beside a reference of its own."""
@@ -60,7 +61,6 @@ class Storage:
             dora=self.dora and self.rank is not None,
             frozen=self.frozen,
         )
-        # A small model need not follow the default.
         return dataclasses.replace(made, asked=self.frozen != "int8", traced=[])
 
 

@@ -26,7 +26,7 @@ def rows(tmp_path):
 
 
 def test_answers_stand_in_their_rows(folder_of, rows, tmp_path, capsys):
-    """In batches, of which the last one is not full."""
+    """Three rows are answered in batches of two, so that the last batch is not full."""
     file, asked = rows
     _, want = greedy("llama")
     out = tmp_path / "new" / "answers.jsonl"
@@ -92,7 +92,7 @@ def test_bad_rows_are_named(folder_of, rows, tmp_path, capsys):
             'neither "prompt" nor "messages"; its keys: text',
             '"prompt" is a JSON number',
             'the row has "response", a key that its answer will have; rename it',
-            "the last message is of the assistant",
+            'the last message has the role "assistant"',
             "half of a surrogate pair",
             "the chat template refuses the conversation: no tools",
             "the row is a JSON array",

@@ -1,4 +1,4 @@
-"""Weights & Biases and Aim: what they are told, and what they hold where they are installed."""
+"""Weights & Biases and Aim: the calls that a run makes; what is stored, if they are installed."""
 
 from __future__ import annotations
 

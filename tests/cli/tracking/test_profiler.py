@@ -17,7 +17,7 @@ from zeroxla.cli.tracking.trackers import Trackers
 
 @pytest.fixture
 def told(monkeypatch):
-    """What the profiler of JAX is told."""
+    """Return a list of the calls to JAX's profiler."""
     told = []
     monkeypatch.setattr(jax.profiler, "start_trace", lambda *a, **k: told.append("start"))
     monkeypatch.setattr(jax.profiler, "stop_trace", lambda: told.append("stop"))

@@ -22,7 +22,7 @@ def hub(tmp_path_factory):
     write_chat_folder(folder / "base", layers=1, width=32, length=64)
     write_conversations(folder / "chat.jsonl", count=80)
     first = ["--run", folder / "first", "--lora-rank", 4, "--lora-dora", "--lora-alpha", 8]
-    assert train(*common(folder), *first, "--steps", 4) == 0
+    assert train(*common(folder), *first, "--steps", 6) == 0
     assert (
         main(["export", str(folder / "first"), "--adapter", "--output", str(folder / "lora")]) == 0
     )
@@ -52,7 +52,7 @@ def test_it_begins_from_the_adapter(hub, begun):
     """Without learning, the loss of the held-out rows is that at the end of the first run."""
     (learned,) = values(hub / "first", "valid_loss").values()
     assert values(begun, "valid_loss")[1] == pytest.approx(learned, rel=1e-5)
-    assert learned < values(hub / "first", "loss")[1] - 0.05  # it has learned something
+    assert learned < values(hub / "first", "loss")[1] - 0.1  # it has learned something
 
 
 @pytest.mark.slow

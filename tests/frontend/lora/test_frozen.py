@@ -1,6 +1,8 @@
 """LoRA on a base that is stored as int8 or int4 wires: stored bytes, bytes on the wire,
 checkpoints, and weights in and out."""
 
+from contextlib import nullcontext
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -284,3 +286,12 @@ def test_a_form_that_no_leaf_is_large_enough_for_is_said(frozen):
     with pytest.warns(UserWarning, match=f"frozen='{frozen}' is without effect: no dense leaf"):
         step.abstract_state(batch)
     assert not model.plan.has_wires
+
+
+@pytest.mark.parametrize(("frozen", "is_said"), [("int8", False), ("int4", True)])
+def test_the_default_form_of_a_reference_may_have_no_effect(frozen, is_said):
+    storage = zeroxla.rlhf.Storage(frozen=frozen, targets=r"dense_\d/kernel")
+    step = zeroxla.make_step(storage.with_adapters(MLP.tiny()), zeroxla.make_mesh(nodes=1))
+    batch = {"image": np.zeros((8, 2, 2)), "label": np.zeros(8, int)}
+    with pytest.warns(UserWarning, match="without effect") if is_said else nullcontext():
+        step.abstract_state(batch)

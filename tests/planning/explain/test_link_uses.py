@@ -1,4 +1,4 @@
-"""What takes links: events of equal layers are one use, and so is all that travels with a unit."""
+"""Uses of links. Equal layers share one use, and so do the arrays that a unit sends together."""
 
 from __future__ import annotations
 

@@ -80,7 +80,9 @@ def _read(line: bytes) -> tuple[dict[str, Any], str | Conversation]:
     if "messages" in value:
         asks: str | Conversation = conversation_of(value)
         if asks.messages[-1]["role"] == "assistant":
-            raise RowError("the last message is of the assistant; leave it out, to have it written")
+            raise RowError(
+                'the last message has the role "assistant"; leave out what is to be written'
+            )
     elif "prompt" in value:
         asks = text_of(value, "prompt", may_be_empty=True)
     else:

@@ -151,10 +151,10 @@ def row_hash(row: TrainingRow) -> bytes:
 
 
 def side_hash(row: TrainingRow) -> bytes:
-    """Return the 8 bytes that decide on which side of the hold-out a row is.
+    """Return the 8 bytes that decide whether a row is held out.
 
-    They are those of its content; of a preference, of its prompt, unless that is empty. So a prompt
-    that has several pairs of responses is not both learned and held out.
+    For a preference they are a hash of its prompt, so that all pairs of responses to one prompt are
+    on the same side. For other rows, and if the prompt is empty, they are `row_hash`.
 
     Raises:
       RowError: the row has no UTF-8.
