@@ -81,7 +81,7 @@ def _read(line: bytes) -> tuple[dict[str, Any], str | Conversation]:
         asks: str | Conversation = conversation_of(value)
         if asks.messages[-1]["role"] == "assistant":
             raise RowError(
-                'the last message has the role "assistant"; leave out what is to be written'
+                'the last message has the role "assistant"; leave it out, and it is written anew'
             )
     elif "prompt" in value:
         asks = text_of(value, "prompt", may_be_empty=True)
