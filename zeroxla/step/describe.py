@@ -147,12 +147,13 @@ class Description(Report):
         where = " on the host" if self.secondary_on_host else ""
         from rich.table import Table
 
-        table = Table(
-            title=f"{self.num_parameters:,} parameters on {self.mesh}\n"
+        title = (
+            f"{self.num_parameters:,} parameters on {self.mesh}\n"
             f"a device: {self.shard_bytes:,} bytes of {kinds}, {self.secondary_bytes:,} of "
             f"secondary shards{where}, {self.gradient_bytes:,} of gradients\n"
             f"the optimizer's state of a device: {self._optimizer_in_words()}"
         )
+        table = Table(title=title, min_width=max(map(len, title.splitlines())))
         # Where there is little room, paths and words take more lines, and numbers stay whole.
         numbers = ["shard bytes"]
         if self.secondary_bytes:
