@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+from tools.train import train, values
 
 from multihost import processes
 from zeroxla.cli.run_folder import RunFolder
@@ -42,6 +43,16 @@ def wait_for_step(launcher, run, number):
             return
         time.sleep(0.02)
     raise AssertionError(launcher.communicate()[0])
+
+
+def test_two_processes_learn_what_one_does(text, tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    few = ["--data", text, "--steps", "3", "--eval-every", "3", "--sample-bytes", "0"]
+    assert train(*TRAIN[1:], *few, "--nodes", "1", "--run", one) == 0
+    status, out = processes.zeroxla(*TRAIN, *few, "--run", two)
+    assert status == 0, out
+    for name in ("loss", "grad_norm", "valid_loss"):
+        assert values(two, name) == pytest.approx(values(one, name), abs=1e-5), name
 
 
 @pytest.mark.slow

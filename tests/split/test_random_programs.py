@@ -87,7 +87,6 @@ NAMES.remove("leaf")
 STEP = st.tuples(st.sampled_from(NAMES), st.integers(0, 30), st.integers(0, 30))
 
 
-@given(st.lists(STEP, min_size=2, max_size=7), st.sampled_from([2, 4]))
 def check_program(steps, parts):
     def run(steps_of, x):
         for name, a, b in [("product", 3, 0), *steps, ("product", 1, 0)]:
@@ -121,4 +120,5 @@ def check_program(steps, parts):
 @pytest.mark.slow
 @pytest.mark.parametrize("num", thinned([3], slow=[50]))
 def test_programs_in_parts(num):
-    settings(max_examples=num, deadline=None, derandomize=True)(check_program)()
+    given_programs = given(st.lists(STEP, min_size=2, max_size=7), st.sampled_from([2, 4]))
+    settings(max_examples=num, deadline=None, derandomize=True)(given_programs(check_program))()

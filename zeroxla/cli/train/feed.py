@@ -12,6 +12,7 @@ from zeroxla.cli.phase_seconds import PhaseSeconds
 from zeroxla.cli.train.targets import weight_of
 from zeroxla.cli.train.task import Task
 from zeroxla.mesh.batches import process_shard
+from zeroxla.program.shapes import shapes_of
 from zeroxla.step.state import TrainState
 from zeroxla.step.step import Step
 
@@ -30,7 +31,7 @@ class Feed:
     Attributes:
       batches: the iterator over the training batches.
       shapes: the shapes of a state of the step.
-      example: a batch, or the shapes of one, that the step's state can be made for.
+      example: the shapes of a batch that the step's state can be made for.
       weights: for each validation batch the number of things that its loss is a mean over.
     """
 
@@ -38,7 +39,9 @@ class Feed:
         self._step, self._part = step, process_shard(step.mesh)
         self._valid = list(task.validation())
         self._scorer = task.scorer(step)
-        self.example: Any = self._valid[0] if self._scorer is None else self._scorer.shapes
+        self.example: Any = (
+            shapes_of(self._valid[0]) if self._scorer is None else self._scorer.shapes
+        )
         self.shapes = step.abstract_state(self.example)
         self.weights = [weight_of(rows) for rows in self._valid]
         drawn = self._part if self._scorer is None else (0, 1)
