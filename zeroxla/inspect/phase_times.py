@@ -30,7 +30,8 @@ class PhaseTimes(Report):
     Attributes:
       phases: ms of each phase; see `zeroxla.inspect.PHASES`.
       scopes: ms of the model's scopes that take longest, by (phase, scope), the longest first.
-      idle: ms in which a device ran nothing, between its first and its last operation of a step.
+      idle: ms in which a device did not run the program, between the first and the last operation
+        of all steps. What else was done between steps, such as an evaluation, is in it.
       step: ms of a step.
       steps, devices: the number of steps and of devices that were measured.
     """

@@ -17,7 +17,7 @@ class TrackingOptions:
     profile: str | None = None
     """Steps FIRST:LAST to profile, such as 10:12: their trace goes into the run folder, for the
     viewers of XProf and Perfetto, and a table tells the time of each phase. Not the first step: it
-    compiles."""
+    compiles. Evaluations and checkpoints between these steps count as idle time."""
 
     def profiled(self, steps: int) -> ProfiledSteps | None:
         """Return the steps to profile; None if there are none.
