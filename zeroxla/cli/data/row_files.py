@@ -120,6 +120,10 @@ class RowFiles:
         place = (self._valid if valid else self._train)[index]
         return row_place(self.paths[int(place["file"])], int(place["line"]))
 
+    def num_bytes(self, index: int, *, valid: bool = False) -> int:
+        """Return the bytes of a row's JSON."""
+        return int((self._valid if valid else self._train)[index]["length"])
+
     def _scan(self, tables: list[IO[bytes]]) -> tuple[np.ndarray, np.ndarray]:
         """Read all files; return the tables of the rows to train on and of those held out."""
         buffers: tuple[list[Any], list[Any]] = ([], [])

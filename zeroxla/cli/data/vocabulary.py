@@ -113,6 +113,9 @@ class Bytes:
 class Tokens:
     """The tokens of a `tokenizer.json`, as Hugging Face's library `tokenizers` reads it.
 
+    A text becomes all of its tokens and no others: `truncation` and `padding` of the file, which
+    are settings of the program that saved it, are switched off.
+
     Args:
       folder: the folder that holds the file.
       config: the model's config. Its `bos_token_id` begins a document, or, if it has none, its
@@ -138,6 +141,9 @@ class Tokens:
             raise
         except Exception as error:  # the library's own error is a plain Exception
             raise ValueError(f"{file} is damaged or no tokenizer: {error}") from error
+        # Fine-tunes leave these in the file. Texts would lose their ends, or get padding, unseen.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
         # Numbers may be left out, so that there are fewer tokens than numbers.
         numbers = self._tokenizer.get_vocab(with_added_tokens=True).values()
         self.size = max(numbers, default=-1) + 1

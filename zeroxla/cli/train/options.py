@@ -40,8 +40,16 @@ class TextOptions:
     batch: int = 16
     """Sequences, preferences or images per step, over all devices and micro-batches; with --outer,
     of one island. alexnet: 32."""
-    length: int = 128
-    """Bytes (with --init, tokens) per sequence."""
+    length: int | None = None
+    """Bytes (with --init, tokens) per sequence. Default: for rows, the 99th percentile of their
+    lengths, at most the model's context and what fits in memory by an estimate; for text 128, with
+    --init 1024. The run says which, and how many rows are longer."""
+
+    @property
+    def tokens(self) -> int:
+        """The length, which is decided when the data has been read."""
+        assert self.length is not None
+        return self.length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,6 +196,7 @@ class TrainOptions(JobOptions):
     def __post_init__(self) -> None:
         self.check_at_least(
             {
+                "text.length": 1,
                 "rows.max_bad_rows": 0,
                 "dpo.dpo_beta": 0,
                 "dpo.dpo_label_smoothing": 0,
