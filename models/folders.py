@@ -60,7 +60,7 @@ def missing_model(folder: Path) -> str:
 
 def missing_weights(folder: Path) -> str:
     """Return what a folder without safetensors files holds in their place, and the remedy."""
-    said = f"{folder} holds neither model.safetensors nor an index of such files"
+    said = f"{folder} holds neither model.safetensors nor model.safetensors.index.json"
     if any(any(folder.glob(pattern)) for pattern in _TORCH):
         return (
             f"{said}, but PyTorch's own files, which can run code and are not read; convert them: "
@@ -80,6 +80,24 @@ def missing_weights(folder: Path) -> str:
             "download the model's other .safetensors files"
         )
     return f"{said}; download the weights too, or give the folder that has them"
+
+
+def missing_adapter(folder: Path) -> str:
+    """Return why a folder is no adapter that can be read, and the remedy."""
+    if not folder.is_dir():
+        return f"{folder} is no folder; {_download(folder)}"
+    if (folder / "adapter_model.bin").is_file():
+        return (
+            f"{folder} holds adapter_model.bin, PyTorch's own file, which can run code and is not "
+            "read; save it with PEFT anew, which writes adapter_model.safetensors"
+        )
+    if (folder / "adapter_config.json").is_file():
+        return f"{folder} holds no adapter_model.safetensors; download it too"
+    what = "a whole model" if (folder / "config.json").is_file() else "no adapter"
+    return (
+        f"{folder} holds {what}; give the folder of a PEFT adapter, with adapter_config.json and "
+        "adapter_model.safetensors"
+    )
 
 
 def adapter_text(folder: Path) -> str:

@@ -15,9 +15,12 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from zeroxla.cli.data.text import SEPARATOR, VOCABULARY, Corpus
+from zeroxla.models.folders import is_pointer, pointer_text
 from zeroxla.program.extras import extra
 
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+_SLOW = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+"""Files of tokenizers that Transformers can turn into a tokenizer.json."""
 
 
 class Spans(NamedTuple):
@@ -131,10 +134,19 @@ class Tokens:
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         file = folder / TOKENIZER
         if not file.is_file():
+            remedy = "save the tokenizer beside the model"
+            if any((folder / name).is_file() for name in _SLOW):
+                remedy = (
+                    'convert the tokenizer that is there: python -c "from transformers import '
+                    f"AutoTokenizer as T; T.from_pretrained('{folder}').save_pretrained('{folder}')"
+                    '"'
+                )
             raise ValueError(
                 f"{folder} holds no {TOKENIZER}, and its model is not one of bytes (a vocabulary "
-                f"of {VOCABULARY}); save the tokenizer beside the model"
+                f"of {VOCABULARY}); {remedy}"
             )
+        if is_pointer(file):
+            raise ValueError(pointer_text(file))
         try:
             self._tokenizer = _library().Tokenizer.from_file(str(file))
         except ImportError:

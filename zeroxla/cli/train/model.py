@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from zeroxla import models
+from zeroxla.checkpoint.weights.safetensors_reader import check_weights
 from zeroxla.checkpoint.weights.safetensors_writer import BESIDE
 from zeroxla.checkpoint.weights.tensor_names import abstract
 from zeroxla.cli.data.chat_template import find_template
@@ -128,6 +129,8 @@ def choose(options: TrainOptions, run: Path | None = None) -> ModelChoice:
             f"--init says what the model is; leave out {', '.join(map(flag, given))}, or --init"
         )
     choice = from_folder(source, dropout=shape.dropout)
+    if run is None:
+        check_weights(source.expanduser())
     if options.text.length is not None and choice.length is not None and length > choice.length:
         raise ValueError(
             f"--length {length} is more than the {choice.length} positions of the model in "
@@ -150,6 +153,11 @@ def from_folder(source: Path, *, dropout: float = 0.0) -> ModelChoice:
     """
     source = source.expanduser()
     config = read_config(source)
+    if "model_type" not in config and "command" in config:
+        raise ValueError(
+            f"{source} is a run of zeroxla {config['command']}; write its weights in Hugging "
+            f"Face's format (zeroxla export {source}), and give {source / 'export'}"
+        )
     is_gpt = config.get("model_type") == GPT.hugging_face.model_type
     if dropout and not is_gpt:
         raise ValueError(f"--dropout {dropout}: the model in {source} has none; leave it out")

@@ -29,10 +29,11 @@ class TextOptions:
     """The data, and how it is cut into batches."""
 
     data: tuple[str, ...] = ()
-    """Data to train on. gpt: files or folders of text, or files of rows (.jsonl, .json, .parquet),
-    each with a weight or none, such as chat.jsonl=0.7; default: the Python files of the running
-    interpreter's standard library. alexnet: a folder or a .tar.gz with CIFAR-10, in its binary or
-    its Python form; default: the digits of scikit-learn."""
+    """Data to train on. gpt: files or folders of text, or files of rows (.jsonl, .json, .csv, .tsv,
+    .parquet, or one of them with .gz, .bz2, .xz or .zst), each with a weight or none, such as
+    chat.jsonl=0.7; default: the Python files of the running interpreter's standard library.
+    alexnet: a folder or a .tar.gz with CIFAR-10, in its binary or its Python form; default: the
+    digits of scikit-learn."""
     holdout: float = 0.05
     """Share of the files, or of the rows, that is held out for validation; with fewer than 20 files
     of text, share of each file's bytes. alexnet: 0.2 of the digits. CIFAR-10 has validation images
