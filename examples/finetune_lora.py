@@ -17,13 +17,15 @@ import jax
 import optax
 
 import zeroxla
-from zeroxla.cli.data.bad_rows import BadRows
-from zeroxla.cli.data.chat_template import template_of
-from zeroxla.cli.data.mixture import RowStream
-from zeroxla.cli.data.row_batches import row_batches
-from zeroxla.cli.data.row_encoder import RowEncoder
-from zeroxla.cli.data.sources import load_sources
-from zeroxla.cli.data.vocabulary import Tokens
+from zeroxla.data import (
+    BadRows,
+    RowEncoder,
+    RowStream,
+    Tokens,
+    load_sources,
+    row_batches,
+    template_of,
+)
 from zeroxla.models import from_hugging_face
 
 

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 from typing import Any as _Any
 
 if TYPE_CHECKING:  # what follows in `_PLACES`, for those who read types
-    from zeroxla import inspect, quantize, rlhf
+    from zeroxla import data, inspect, quantize, rlhf
     from zeroxla.checkpoint.checkpointer import Checkpointer, Restored
     from zeroxla.checkpoint.errors import SaveError
     from zeroxla.checkpoint.weights.adapter_export import export_adapter
     from zeroxla.checkpoint.weights.adapter_import import lora_from_adapter, read_adapter
     from zeroxla.checkpoint.weights.export import export_params
     from zeroxla.checkpoint.weights.pretrained import from_pretrained
+    from zeroxla.cli.tracking.tracker import TrackedRun, Tracker
     from zeroxla.config.feedback import Feedback
     from zeroxla.config.offload import Offload
     from zeroxla.config.outer import Outer
@@ -73,6 +74,8 @@ __all__ = [  # noqa: RUF022 (grouped)
     "init_from",
     "make_step",
     "process_shard",
+    # data
+    "data",
     # generation
     "Generated",
     "HybridEngine",
@@ -114,6 +117,8 @@ __all__ = [  # noqa: RUF022 (grouped)
     "Explanation",
     "Plan",
     "Search",
+    "TrackedRun",
+    "Tracker",
     "check",
     "explain",
     "inspect",
@@ -128,6 +133,7 @@ _PLACES = {
     "checkpoint.weights.adapter_import": ("lora_from_adapter", "read_adapter"),
     "checkpoint.weights.export": ("export_params",),
     "checkpoint.weights.pretrained": ("from_pretrained",),
+    "cli.tracking.tracker": ("TrackedRun", "Tracker"),
     "config.feedback": ("Feedback",),
     "config.offload": ("Offload",),
     "config.outer": ("Outer",),
@@ -166,7 +172,7 @@ _PLACES = {
 }
 _PLACE_OF = {name: f"zeroxla.{place}" for place, names in _PLACES.items() for name in names}
 # Reached as attributes, too: public modules, and the folders that the repository links here.
-_MODULES = ("inspect", "models", "pallas_kernels", "quantize", "rlhf")
+_MODULES = ("data", "inspect", "models", "pallas_kernels", "quantize", "rlhf")
 
 
 def __getattr__(name: str) -> _Any:

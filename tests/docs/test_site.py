@@ -8,34 +8,14 @@ from pathlib import Path
 import pytest
 
 import zeroxla
-from zeroxla import inspect, models, quantize, rlhf
+from zeroxla import data, inspect, models, quantize, rlhf
 from zeroxla.config import deepspeed
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 REFERENCE = REPOSITORY / "docs" / "api"
 # Packages whose `__all__` is public, and names that other pages tell users to import.
-PUBLIC = (zeroxla, inspect, models, quantize, rlhf, deepspeed)
+PUBLIC = (zeroxla, data, inspect, models, quantize, rlhf, deepspeed)
 BESIDES = (
-    "zeroxla.cli.data.bad_rows.BadRows",
-    "zeroxla.cli.data.chat_template.ChatTemplate",
-    "zeroxla.cli.data.chat_template.template_of",
-    "zeroxla.cli.data.mixture.RowStream",
-    "zeroxla.cli.data.mixture.Source",
-    "zeroxla.cli.data.packing.packed_batches",
-    "zeroxla.cli.data.packing.packed_validation_batches",
-    "zeroxla.cli.data.preferences.PreferenceEncoder",
-    "zeroxla.cli.data.preferences.preference_batches",
-    "zeroxla.cli.data.preferences.validation_preference_batches",
-    "zeroxla.cli.data.prompt_rows.prompt_rows",
-    "zeroxla.cli.data.row_batches.row_batches",
-    "zeroxla.cli.data.row_batches.validation_row_batches",
-    "zeroxla.cli.data.row_encoder.RowEncoder",
-    "zeroxla.cli.data.row_files.RowFiles",
-    "zeroxla.cli.data.sources.load_sources",
-    "zeroxla.cli.data.vocabulary.Bytes",
-    "zeroxla.cli.data.vocabulary.Tokens",
-    "zeroxla.cli.tracking.tracker.TrackedRun",
-    "zeroxla.cli.tracking.tracker.Tracker",
     "zeroxla.planning.calibrate.calibrated",
     "zeroxla.planning.calibrate.entry",
     "zeroxla.planning.exchange_time.ExchangeTime",

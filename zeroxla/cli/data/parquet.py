@@ -21,7 +21,9 @@ _BATCH = 256  # rows that are in memory at a time
 _BUFFER_BYTES = 1 << 20  # of a column that is read at a time
 
 
-def parquet_lines(path: Path, file: IO[bytes]) -> Iterator[tuple[int, bytes | RowError]]:
+def parquet_lines(
+    path: Path, file: IO[bytes] | None = None
+) -> Iterator[tuple[int, bytes | RowError]]:
     """Yield the rows of a Parquet file, from number 1, as lines of JSON.
 
     Only columns that rows can have are read. A field of a struct that is null is left out: all rows
@@ -29,8 +31,8 @@ def parquet_lines(path: Path, file: IO[bytes]) -> Iterator[tuple[int, bytes | Ro
     array stays.
 
     Args:
-      path: the file's name, for messages.
-      file: the open file.
+      path: the file.
+      file: what to read in its place, such as the file unpacked.
 
     Raises:
       ImportError: pyarrow is not installed.
@@ -42,7 +44,7 @@ def parquet_lines(path: Path, file: IO[bytes]) -> Iterator[tuple[int, bytes | Ro
         import pyarrow as pa
         import pyarrow.parquet as pq
     try:
-        with pq.ParquetFile(file, buffer_size=_BUFFER_BYTES, pre_buffer=False) as opened:
+        with pq.ParquetFile(file or path, buffer_size=_BUFFER_BYTES, pre_buffer=False) as opened:
             names = opened.schema_arrow.names
             if not can_hold_rows(names):
                 raise ValueError(f"{path}: {no_columns(names)}")

@@ -21,8 +21,8 @@ class PromptOptions:
     """Text to continue. The flag may be repeated; the texts are continued together, and shown one
     after another."""
     file: Path | None = None
-    """File of JSON objects, one a line (.jsonl, .json), each with a "prompt" to continue or with
-    "messages" to answer; needs --output."""
+    """File of rows (.jsonl, .json, .csv, .parquet and others, see docs/data.md), each with a
+    "prompt" to continue or with "messages" to answer; needs --output."""
     chat: bool = False
     """Converse in the terminal, by the model's chat template. Ctrl-C ends an answer, Ctrl-D the
     conversation; a line /new begins a new one."""

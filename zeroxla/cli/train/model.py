@@ -202,7 +202,7 @@ def activation_bytes(shape: Any) -> int:
     """Return an estimate of the bytes that forward keeps of each token for backward.
 
     They are 34 a layer and unit of width, for activations of 16 bits without the scores of
-    attention, which are computed in blocks (Korthikanti et al. 2022, arXiv 2205.05198, equation 2).
+    attention, which are computed in blocks (Korthikanti et al. 2022, arXiv 2205.05198, equation 1).
 
     Args:
       shape: has the attributes `layers` and `width`.
