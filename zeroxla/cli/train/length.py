@@ -19,14 +19,14 @@ SIMULATED_BYTES = 2 << 30
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Length:
+class SequenceLength:
     """A length, and where it is from, in words."""
 
     tokens: int
     source: str
 
 
-def given(options: TrainOptions, choice: ModelChoice) -> Length | None:
+def given(options: TrainOptions, choice: ModelChoice) -> SequenceLength | None:
     """Return the length of `--length`; None if the options have none."""
     length = options.text.length
     if length is None:
@@ -34,10 +34,10 @@ def given(options: TrainOptions, choice: ModelChoice) -> Length | None:
     source = "--length"
     if choice.context is not None and length > choice.context:
         source += f"; the model was trained for {choice.context:,}"
-    return Length(length, source)
+    return SequenceLength(length, source)
 
 
-def bounded(wanted: int, source: str, choice: ModelChoice, options: TrainOptions) -> Length:
+def bounded(wanted: int, source: str, choice: ModelChoice, options: TrainOptions) -> SequenceLength:
     """Return a length that the model and the devices' memory allow.
 
     Args:
@@ -61,10 +61,10 @@ def bounded(wanted: int, source: str, choice: ModelChoice, options: TrainOptions
             f"estimate of {choice.token_bytes:,} bytes a token; {source} is {wanted:,}, for which "
             "--accumulate or a smaller --batch makes room"
         )
-    return Length(length, said)
+    return SequenceLength(length, said)
 
 
-def agreed(decide: Callable[[], tuple[Length, str]]) -> tuple[Length, str]:
+def agreed(decide: Callable[[], tuple[SequenceLength, str]]) -> tuple[SequenceLength, str]:
     """Return the length that the first process decides, and its report on the data.
 
     Args:
@@ -77,7 +77,7 @@ def agreed(decide: Callable[[], tuple[Length, str]]) -> tuple[Length, str]:
     found = on_first(topic, decide)
     mine = None if found is None else [found[0].tokens, found[0].source, found[1]]
     tokens, source, report = json.loads(exchange(topic, json.dumps(mine))[0])
-    return Length(tokens, source), report
+    return SequenceLength(tokens, source), report
 
 
 def with_length(options: TrainOptions, length: int) -> TrainOptions:

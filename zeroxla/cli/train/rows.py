@@ -22,7 +22,7 @@ from zeroxla.cli.data.row_lengths import measure
 from zeroxla.cli.data.text import unigram_entropy
 from zeroxla.cli.train.island import seed_of
 from zeroxla.cli.train.language import LanguageTask
-from zeroxla.cli.train.length import Length, agreed, bounded, given, with_length
+from zeroxla.cli.train.length import SequenceLength, agreed, bounded, given, with_length
 from zeroxla.cli.train.model import ModelChoice, choose
 from zeroxla.cli.train.options import TrainOptions
 
@@ -77,7 +77,7 @@ class RowFilesTask(LanguageTask, abc.ABC):
         super().__init__(options, run, choice)
         self._valid = list(self._validation())
 
-    def _length(self) -> tuple[Length, str]:
+    def _length(self) -> tuple[SequenceLength, str]:
         """Return the length of sequences, and a report on the lengths of rows."""
         options = self.options
         lengths = measure(self.sources, self._encoder(0), self._bad)

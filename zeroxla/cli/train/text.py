@@ -11,7 +11,7 @@ import numpy as np
 from zeroxla.cli.data import text as data
 from zeroxla.cli.train.island import seed_of
 from zeroxla.cli.train.language import LanguageTask
-from zeroxla.cli.train.length import MULTIPLE, Length, agreed, bounded, given, with_length
+from zeroxla.cli.train.length import MULTIPLE, SequenceLength, agreed, bounded, given, with_length
 from zeroxla.cli.train.model import TEXT_LENGTH, choose
 from zeroxla.cli.train.options import TrainOptions
 
@@ -32,7 +32,7 @@ class TextTask(LanguageTask):
         corpus = data.load_corpus(text.data, holdout=text.holdout)
         self.corpus = choice.vocabulary.corpus(corpus)
         if options.model.init is None:
-            length = given(options, choice) or Length(TEXT_LENGTH, "the default for text")
+            length = given(options, choice) or SequenceLength(TEXT_LENGTH, "the default for text")
         else:
             wanted, why = self._room(text.batch), "the default for text"
             length = given(options, choice)
