@@ -7,7 +7,9 @@ from pathlib import Path
 POINTER = b"version https://git-lfs.github.com/spec/"
 """The beginning of the small file that stands for a large one where Git LFS has not fetched it."""
 
-_HUB = re.compile(r"(?:https?:/+(?:www\.)?huggingface\.co/|hf:/+)?([\w.-]+/[\w.-]+|[\w-]+)/?")
+_HUB = re.compile(
+    r"(?:https?:/+(?:www\.)?huggingface\.co/|hf:/+)?(?:datasets/)?([\w.-]+/[\w.-]+|[\w-]+)/?"
+)
 _TORCH = ("*.bin", "*.pt", "*.pth")
 _ELSEWHERE = {"*.h5": "TensorFlow", "*.msgpack": "Flax", "*.onnx": "ONNX", "*.nemo": "NeMo"}
 
@@ -133,12 +135,22 @@ def _is_name(name: str) -> bool:
 
 def _download(folder: Path) -> str:
     """Return the remedy for a folder that is missing: it may be meant as the name of a model."""
-    found = _HUB.fullmatch(str(folder))
+    return download_text(folder) or f"{_give()} (nothing is downloaded)"
+
+
+def download_text(path: Path, options: str = "") -> str:
+    """Return the command that downloads what a path may name on the hub; "" if it is no such name.
+
+    Args:
+      path: what was given for a path.
+      options: further options of the command, each after a space.
+    """
+    found = _HUB.fullmatch(str(path))
     if found is None:
-        return f"{_give()} (nothing is downloaded)"
+        return ""
     name = found[1]
+    inner = Path(name).name
     return (
-        f"nothing is downloaded. If it is a name on the hub: `hf download {name} --local-dir "
-        f"{Path(name).name}` (pip install huggingface_hub), then give the folder "
-        f"{Path(name).name}"
+        f"nothing is downloaded. If it is a name on the hub: `hf download {name}{options} "
+        f"--local-dir {inner}` (pip install huggingface_hub), then give the folder {inner}"
     )

@@ -208,6 +208,13 @@ OTHERS = {
     ("short.json", "row 60"): lambda: array_of(PAIRS)[:-9],
     ("comma.json", "ends after row 60"): lambda: array_of(PAIRS)[:-1],
     ("broken.json", "breaks after row 60"): lambda: array_of(PAIRS)[:-1] + b'{"prompt": 1}]',
+    ("inside.json", """holds one object, whose rows are under 'data'; take them out: jq -c '."""): (
+        lambda: json.dumps({"version": 1, "data": PAIRS}, indent=1).encode()
+    ),
+    ("inside.jsonl", "whose rows are under 'data'"): lambda: json.dumps({"data": PAIRS}).encode(),
+    ("columns.json", "holds columns ('prompt', 'response') and no rows"): lambda: json.dumps(
+        {key: [row[key] for row in PAIRS] for key in PAIRS[0]}
+    ).encode(),
     ("arrays.jsonl", "If each line is an array of messages"): lambda: b"[]\n[1]\n",
 }
 

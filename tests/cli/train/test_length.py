@@ -75,7 +75,7 @@ def task_of(tmp_path, hub, rows, *, length=None, lora=None, batch=8, **more):
     file = write_lines(tmp_path / "rows.jsonl", rows)
     options = TrainOptions(
         text=TextOptions(data=(str(file),), batch=batch, length=length, holdout=0.2),
-        rows=RowsOptions(max_bad_rows=0.5, **more),
+        rows=RowsOptions(**{"max_bad_rows": 1.0, **more}),
         model=ModelOptions(init=hub),
         lora=LoraOptions(lora_rank=lora),
     )
@@ -128,6 +128,17 @@ class TestReport:
         monkeypatch.setattr(row_lengths, "SAMPLE_BYTES", 2000)
         found = numbers(task_of(tmp_path, hub, CHATS, length=128).source.partition("--length")[2])
         assert 1 <= found[0] < 40
+
+    @pytest.mark.parametrize("too_long", ["cut", "bad"])
+    def test_too_many_rows_that_it_makes_bad_end_the_run_before_it_begins(
+        self, tmp_path, hub, too_long
+    ):
+        rows = [chat("a" * 300, "b")] * 3 + [chat("a", "b" * i) for i in range(60)]
+        with pytest.raises(ValueError, match=rf"3 of 63 rows .*--too-long {too_long}\)") as caught:
+            task_of(tmp_path, hub, rows, length=128, too_long=too_long, max_bad_rows=0.04)
+        assert "the 129 tokens of a sequence" in str(caught.value)
+        task = task_of(tmp_path, hub, rows, length=128, too_long=too_long, max_bad_rows=0.05)
+        assert task.options.text.length == 128
 
     def test_names_a_length_that_the_model_was_not_trained_for(self, tmp_path, hub):
         said = task_of(tmp_path, hub, TEXTS, length=1024).source

@@ -19,6 +19,7 @@ import numpy as np
 from zeroxla.cli.data.bad_rows import NUM_NAMED, BadRows, RowError
 from zeroxla.cli.data.row_kinds import TrainingRow, kind_of, read_row, row_hash, side_hash
 from zeroxla.cli.data.row_readers import FORMS, form_of, open_rows, row_place
+from zeroxla.cli.data.row_values import rows_inside
 
 # Where a row is, and its `side_hash`.
 _PLACE = np.dtype(
@@ -159,6 +160,7 @@ class RowFiles:
         # The bad rows before the first good one. If there is none, the file is of another kind,
         # which is said once, and not row by row.
         begin: list[tuple[str, str]] | None = []
+        line: bytes | RowError = b""
         for offset, row_number, line in opened.rows:
             self._bad.rows += 1
             try:
@@ -181,6 +183,8 @@ class RowFiles:
             begin = None
             yield (offset, len(line), number, row_number, side), kind_of(row), digest
         if begin:
+            if len(begin) == 1 and isinstance(line, bytes) and (remedy := rows_inside(line)):
+                raise ValueError(f"{path} {remedy.replace('FILE', str(path))}")
             self._none_is_good(path, begin)
 
     def _none_is_good(self, path: Path, begin: list[tuple[str, str]]) -> None:

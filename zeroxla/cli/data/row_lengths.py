@@ -49,6 +49,34 @@ class RowLengths:
         has."""
         return int(np.percentile(self.tokens_N, share, method="higher"))
 
+    def num_bad(self, length: int, *, too_long: str) -> int:
+        """Return the number of rows that are bad because they are longer than a sequence.
+
+        Args:
+          length, too_long: as for `report`.
+        """
+        size = length + 1
+        if too_long == "bad":
+            return int(((self.tokens_N > size) & ~self.anywhere_N).sum())
+        return int(((self.needed_N > size) & ~self.anywhere_N).sum())
+
+    def check(self, length: int, *, too_long: str, limit: float) -> None:
+        """Check that not too many rows are bad because they are longer than a sequence: training
+        would end when it has met them.
+
+        Raises:
+          ValueError: there are too many, with the remedy.
+        """
+        number, n = self.num_bad(length, too_long=too_long), len(self.tokens_N)
+        if number > limit * n:
+            why = "are longer than" if too_long == "bad" else "hold nothing to learn among"
+            raise ValueError(
+                f"{number:,} of {n:,} rows {why} the {length + 1:,} {self.unit}s of a "
+                f"sequence, so that they are bad rows (--too-long {too_long}), and --max-bad-rows "
+                f"allows {limit}; give --length {self.percentile(99):,}"
+                + (", or --too-long cut" if too_long == "bad" else "")
+            )
+
     def report(self, length: int, *, too_long: str, packing: bool) -> str:
         """Say in a few sentences how long rows are, and what becomes of those that are longer than
         a sequence.
@@ -85,7 +113,7 @@ class RowLengths:
             if too_long == "bad":
                 fates.append(f"{others:,} are dropped as bad rows (--too-long bad)")
             else:
-                lost = int((longer_N & ~self.anywhere_N & (self.needed_N > size)).sum())
+                lost = self.num_bad(length, too_long=too_long)
                 rest = f"; {lost:,} of these hold nothing to learn before, and are bad rows"
                 fates.append(
                     f"{others:,} are cut at their end (--too-long cut){rest if lost else ''}"

@@ -28,6 +28,32 @@ def read_object(line: bytes) -> dict[str, Any]:
     return {key: x for key, x in value.items() if x is not None}
 
 
+def rows_inside(line: bytes) -> str | None:
+    """Return where in the only object of a file its rows are, and the remedy; None if it has none.
+
+    The text has FILE in the place of the file's name.
+    """
+    try:
+        value = read_object(line)
+    except RowError:
+        return None
+    for key, x in value.items():
+        if isinstance(x, list) and x and all(isinstance(row, dict) for row in x):
+            if key in ("messages", "conversations", "chosen", "rejected", "tools"):
+                continue  # a row by itself
+            return (
+                f"holds one object, whose rows are under {key!r}; take them out: jq -c "
+                f"'.\"{key}\"[]' FILE > rows.jsonl"
+            )
+    if len(value) > 1 and all(isinstance(x, list | dict) and len(x) > 1 for x in value.values()):
+        return (
+            f"holds columns ({', '.join(map(repr, [*value][:4]))}) and no rows; write it anew: "
+            "python -c \"import pandas; pandas.read_json('FILE').to_json('rows.jsonl', "
+            "orient='records', lines=True)\""
+        )
+    return None
+
+
 def text_of(value: Mapping[str, Any], key: str, *, may_be_empty: bool = False) -> str:
     """Return the text that an object has under a key.
 

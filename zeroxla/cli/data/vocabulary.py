@@ -239,6 +239,8 @@ def tokenizer_config(folder: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
+        if is_pointer(file):
+            raise ValueError(pointer_text(file)) from error
         raise ValueError(f"cannot read {file} ({error}); save the tokenizer anew") from error
     if not isinstance(found, dict):
         raise ValueError(f"{file} holds no JSON object; save the tokenizer anew")

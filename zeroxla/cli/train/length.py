@@ -37,7 +37,9 @@ def given(options: TrainOptions, choice: ModelChoice) -> SequenceLength | None:
     return SequenceLength(length, source)
 
 
-def bounded(wanted: int, source: str, choice: ModelChoice, options: TrainOptions) -> SequenceLength:
+def bounded(
+    wanted: int, source: str, choice: ModelChoice, options: TrainOptions, *, sequences: int = 1
+) -> SequenceLength:
     """Return a length that the model and the devices' memory allow.
 
     Args:
@@ -45,6 +47,7 @@ def bounded(wanted: int, source: str, choice: ModelChoice, options: TrainOptions
       source: where it is from, in words.
       choice: the model.
       options: the run's options, with the batch.
+      sequences: the sequences of a row of the batch.
     """
     length, said = -(-wanted // MULTIPLE) * MULTIPLE, source
     context = choice.length if options.model.init is not None else None
@@ -52,14 +55,14 @@ def bounded(wanted: int, source: str, choice: ModelChoice, options: TrainOptions
     if context is not None and length > context:
         length, said = context, f"the model's context; {source} is {wanted:,}"
     memory = _device_bytes()
-    rows = _rows_at_once(options)
+    rows = sequences * _rows_at_once(options)
     fits = memory // max(1, rows * choice.token_bytes) // MULTIPLE * MULTIPLE
     if length > max(fits, MULTIPLE):
         length = max(fits, MULTIPLE)
         said = (
-            f"what fits in a device's {memory / 2**30:.1f} GiB with {rows} rows at once, by an "
-            f"estimate of {choice.token_bytes:,} bytes a token; {source} is {wanted:,}, for which "
-            "--accumulate or a smaller --batch makes room"
+            f"what fits in a device's {memory / 2**30:.1f} GiB with {rows} sequences at once, by "
+            f"an estimate of {choice.token_bytes:,} bytes a token; {source} is {wanted:,}, for "
+            "which --accumulate or a smaller --batch makes room"
         )
     return SequenceLength(length, said)
 

@@ -35,6 +35,7 @@ class PreferencesTask(RowFilesTask):
     `RowFilesTask`."""
 
     data = "preferences"
+    sequences = 2
     numbers: tuple[str, ...] = ("margin",)
     metrics: tuple[str, ...] = ("accuracy",)
     guess = math.log(2)

@@ -49,6 +49,9 @@ class RowFilesTask(LanguageTask, abc.ABC):
       bad: counts the rows that cannot be trained on.
     """
 
+    sequences = 1
+    """The sequences of a row."""
+
     def __init__(
         self,
         options: TrainOptions,
@@ -86,8 +89,10 @@ class RowFilesTask(LanguageTask, abc.ABC):
             "the 99th percentile of the rows",
             self.choice,
             options,
+            sequences=self.sequences,
         )
         rows = options.rows
+        lengths.check(found.tokens, too_long=rows.too_long, limit=rows.max_bad_rows)
         report = lengths.report(found.tokens, too_long=rows.too_long, packing=rows.packing)
         return found, f"Length: {found.tokens:,} ({found.source}). {report}"
 
