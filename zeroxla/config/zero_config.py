@@ -248,7 +248,12 @@ class ZeroConfig:
         return cls(**{"outer": streaming(every), **options})
 
     @classmethod
-    def from_deepspeed(cls, source: str | os.PathLike[str] | Mapping[str, Any]) -> ZeroConfig:
+    def from_deepspeed(
+        cls,
+        source: str | os.PathLike[str] | Mapping[str, Any],
+        *,
+        auto: Mapping[str, Any] | None = None,
+    ) -> ZeroConfig:
         """Return the options that a DeepSpeed configuration asks for.
 
         A key that it does not have keeps this class's default, not DeepSpeed's. One warning lists
@@ -257,11 +262,13 @@ class ZeroConfig:
 
         Args:
           source: the path of a JSON file, or a mapping with the content of one.
+          auto: the values of keys that are written "auto", by dotted name, such as
+            {"scheduler.params.total_num_steps": 1000}. Others that are "auto" count as not written.
 
         Raises:
-          ValueError: the file is missing or holds no JSON object, a key is unknown (the message
-            names the nearest known one), or a value has the wrong type, is out of range or
-            contradicts another.
+          ValueError: the file is missing or holds no JSON object, a key is nearly a known one (the
+            message names it), or a value has the wrong type, is out of range or contradicts
+            another. One message tells all problems.
           NotImplementedError: zeroxla lacks the optimizer or the scheduler.
 
         >>> ZeroConfig.from_deepspeed({"gradient_accumulation_steps": 4}).accumulate
@@ -269,7 +276,7 @@ class ZeroConfig:
         """
         from zeroxla.config.deepspeed.reader import read  # here: few call this method
 
-        settings = read(source)
+        settings = read(source, auto=auto)
         if settings.ignored:
             warnings.warn(settings.warning(), stacklevel=2)
         return cls(**settings.options)
