@@ -195,18 +195,20 @@ def test_without_a_clusters_variables_the_meeting_tells_who_shares_a_host(withou
 
 
 @pytest.mark.parametrize(
-    ("taken", "present", "said"),
+    ("taken", "seen", "allocated", "said"),
     [
-        ([1] * 4, 8, "leave 28 GPUs idle: 4 hosts x 1 GPU, 8 present; call zeroxla.initialize"),
-        ([6], 8, "leave 2 GPUs idle: 1 host x 6 GPUs, 8 present"),
+        ([1] * 4, 8, 0, "leave 28 GPUs idle: 4 hosts x 1 GPU, 8 present; call zeroxla.initialize"),
+        ([6], 8, 0, "leave 2 GPUs idle: 1 host x 6 GPUs, 8 present"),
+        # Slurm has hidden the others: --gpu-bind=single:1.
+        ([2, 2], 2, 4, "leave 4 GPUs idle: 2 hosts x 2 GPUs, 4 present"),
     ],
 )
-def test_a_mesh_says_that_hosts_have_more_gpus(monkeypatch, taken, present, said):
+def test_a_mesh_says_that_hosts_have_more_gpus(monkeypatch, taken, seen, allocated, said):
     """As after `jax.distributed.initialize()` under Slurm, which takes one GPU a process."""
     devices = [
         SimpleNamespace(process_index=p, id=p) for p, n in enumerate(taken) for _ in range(n)
     ]
-    hosts = [(f"host {p}", [str(i) for i in range(present)]) for p in range(len(taken))]
+    hosts = [(f"host {p}", [*map(str, range(seen))], allocated) for p in range(len(taken))]
     monkeypatch.setattr(start, "_hosts", hosts)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
@@ -214,7 +216,7 @@ def test_a_mesh_says_that_hosts_have_more_gpus(monkeypatch, taken, present, said
     monkeypatch.setattr("zeroxla.mesh.make_mesh.Mesh", lambda grid, *_, **__: grid)
     with pytest.warns(UserWarning, match=re.escape(said)):
         make_mesh.make_mesh()
-    monkeypatch.setattr(start, "_hosts", [(name, gpus[:1]) for name, gpus in hosts])
+    monkeypatch.setattr(start, "_hosts", [(name, gpus[:1], 0) for name, gpus, _ in hosts])
     make_mesh.make_mesh()  # All that are there; a warning would be an error.
 
 

@@ -28,6 +28,12 @@ def visible_gpus(environ: Mapping[str, str] = os.environ) -> list[str]:
     return sorted((gpu[1] for gpu in found if gpu), key=int)
 
 
+def allocated_gpus(environ: Mapping[str, str] = os.environ) -> int:
+    """Return how many of this host's GPUs a Slurm step has, also those that a task does not see; 0
+    if no variable says it."""
+    return number(environ.get("SLURM_GPUS_ON_NODE")) or 0
+
+
 def place_on_host(source: str, environ: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
     """Return (number of this process on its host, processes there); None if no variable says it.
 

@@ -43,6 +43,7 @@ class Member:
       node: its host's name. Processes with the same name share a node.
       runs: its `fingerprint`: versions and hashes of code, which must be the same everywhere.
       gpus: the names or numbers of the GPUs that it sees.
+      allocated: the number of GPUs that the run has on its host; 0 if no variable says it.
     """
 
     process_id: int
@@ -50,6 +51,7 @@ class Member:
     node: str
     runs: dict[str, str]
     gpus: list[str] = dataclasses.field(default_factory=list)
+    allocated: int = 0
 
 
 def new_challenge() -> bytes:
@@ -113,7 +115,8 @@ def to_member(said: Any) -> Member:
         raise GreetingError(f"a process says {', '.join(names)}, and nothing else")
     runs, gpus = said["runs"], said["gpus"]
     if not (
-        type(said["process_id"]) is type(said["num_processes"]) is int  # not bool
+        # Not bool.
+        all(type(said[name]) is int for name in ("process_id", "num_processes", "allocated"))
         and isinstance(said["node"], str)
         and isinstance(runs, dict)
         and isinstance(gpus, list)

@@ -28,10 +28,11 @@ from zeroxla.mesh.processes.meeting import meet
 from zeroxla.mesh.processes.reception import listening_address
 from zeroxla.mesh.simulate import simulate
 from zeroxla.program import compat
-from zeroxla.program.hosts import place_on_host, visible_gpus
+from zeroxla.program.hosts import allocated_gpus, place_on_host, visible_gpus
 
-# The node of every process and the GPUs that it sees, once they have met.
-_hosts: list[tuple[str, list[str]]] | None = None
+# Of every process its node, the GPUs that it sees, and those that the run has there, once they have
+# met.
+_hosts: list[tuple[str, list[str], int]] | None = None
 
 
 def initialize(
@@ -104,6 +105,7 @@ def initialize(
         node=_node_here(),
         runs=fingerprint(),
         gpus=visible_gpus(),
+        allocated=allocated_gpus(),
     )
     members = meet(me, coordinator, timeout=timeout, token=find_token())
     host, port = split_address(coordinator)
@@ -118,7 +120,7 @@ def initialize(
         initialization_timeout=round(timeout),
         heartbeat_timeout_seconds=round(heartbeat_timeout),
     )
-    _hosts = [(member.node, member.gpus) for member in members]
+    _hosts = [(member.node, member.gpus, member.allocated) for member in members]
     Ending(process_id, num_processes, farewell_timeout).begin()
 
 
@@ -133,22 +135,26 @@ def nodes_of_processes() -> list[str]:
     If processes joined JAX by other means than `initialize`, they exchange their hosts' names and
     GPUs here, so all of them must call this.
     """
-    return [node for node, _ in _all_hosts()]
+    return [node for node, _, _ in _all_hosts()]
 
 
 def gpus_of_hosts() -> dict[str, int]:
-    """Return how many GPUs the processes of each host see together; called as the above."""
-    found: dict[str, set[str]] = {}
-    for node, gpus in _all_hosts():
-        found.setdefault(node, set()).update(gpus)
-    return {node: len(gpus) for node, gpus in found.items()}
+    """Return how many GPUs of each host the run's processes see together, or were allocated. All
+    processes must call this, as the above."""
+    seen: dict[str, set[str]] = {}
+    counts: dict[str, int] = {}
+    for node, gpus, allocated in _all_hosts():
+        seen.setdefault(node, set()).update(gpus)
+        counts[node] = max(counts.get(node, 0), len(seen[node]), allocated)
+    return counts
 
 
-def _all_hosts() -> list[tuple[str, list[str]]]:
+def _all_hosts() -> list[tuple[str, list[str], int]]:
     global _hosts
     if _hosts is None:
-        said = exchange("host", json.dumps([_node_here(), visible_gpus()]))
-        _hosts = [(node, gpus) for node, gpus in map(json.loads, said)]
+        here = [_node_here(), visible_gpus(), allocated_gpus()]
+        said = map(json.loads, exchange("host", json.dumps(here)))
+        _hosts = [(node, gpus, allocated) for node, gpus, allocated in said]
     return _hosts
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from jax._src import clusters, xla_bridge
 
-from zeroxla.program.hosts import number, place_on_host, visible_gpus
+from zeroxla.program.hosts import allocated_gpus, place_on_host, visible_gpus
 
 
 def cluster_parameters(
@@ -90,10 +90,10 @@ def own_devices(
     if not gpus:
         return [rank]
     others = list(others)
-    on_host = number(environ.get("SLURM_GPUS_ON_NODE"))
+    on_host = allocated_gpus(environ)
     # Where Slurm hides the GPUs of other tasks, each task counts its own from 0. So equal numbers
     # do not show that GPUs are shared, but the number of the step's GPUs on the host does.
-    if on_host is not None:
+    if on_host:
         apart = len(gpus) < on_host
     else:
         apart = len(gpus) == 1 or (bool(others) and all(set(gpus).isdisjoint(x) for x in others))
