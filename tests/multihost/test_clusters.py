@@ -32,16 +32,14 @@ TINY = (
 )
 # What a process takes, and of which node it is.
 SAYS = """
-import socket, zeroxla, jax
+import jax
+import zeroxla
 from jax._src import xla_bridge
 from zeroxla.mesh.processes.start import nodes_of_processes
 
 zeroxla.initialize()
-print(
-    f"process {jax.process_index()} of {jax.process_count()}:",
-    f"node {nodes_of_processes()[jax.process_index()]}, GPUs {xla_bridge.CUDA_VISIBLE_DEVICES.value}",
-    flush=True,
-)
+me, gpus = jax.process_index(), xla_bridge.CUDA_VISIBLE_DEVICES.value
+print(f"process {me}: node {nodes_of_processes()[me]}, GPUs {gpus}", flush=True)
 """
 
 pytestmark = pytest.mark.slow
@@ -60,7 +58,7 @@ def needs(*programs):
 
 def said(out):
     """Return {process: (node, GPUs)} from the output of processes that run SAYS."""
-    found = re.findall(r"process (\d+) of \d+: node (.+?), GPUs (\S+)", out)
+    found = re.findall(r"process (\d+): node (.+?), GPUs (\S+)", out)
     return {int(number): (node, gpus) for number, node, gpus in found}
 
 
@@ -111,7 +109,6 @@ SLURM_CONF = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports[0]}
-SlurmdPort={ports[1]}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
@@ -129,10 +126,9 @@ SelectTypeParameters=CR_CPU
 GresTypes=gpu
 MpiDefault=none
 ReturnToService=2
-CommunicationParameters=NoInAddrAny
 SlurmdParameters=config_overrides
-NodeName=n1 NodeAddr=127.0.0.2 CPUs=64 Gres=gpu:8
-NodeName=n2 NodeAddr=127.0.0.3 CPUs=64 Gres=gpu:8
+NodeName=n1 NodeAddr=127.0.0.2 Port={ports[1]} CPUs=64 Gres=gpu:8
+NodeName=n2 NodeAddr=127.0.0.3 Port={ports[2]} CPUs=64 Gres=gpu:8
 PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
 """
 
@@ -148,7 +144,7 @@ def slurm(program, monkeypatch):
     key = folder / "munge" / "key"
     key.write_bytes(os.urandom(128))
     key.chmod(0o400)
-    ports = [free_port(), free_port()]
+    ports = [free_port() for _ in range(3)]
     text = SLURM_CONF.format(folder=folder, host=socket.gethostname(), ports=ports)
     (folder / "slurm.conf").write_text(text)
     for i in range(8):
@@ -301,9 +297,10 @@ def test_mpirun_tells_processes_their_gpus_and_passes_the_status_on(program, mon
 def test_mpirun_in_a_slurm_job_counts_its_own_processes(slurm):
     """Its daemon on the other node is a task of `srun`, and has Slurm's variables of one."""
     needs("mpirun")
+    root = "OMPI_ALLOW_RUN_AS_ROOT"
     inner = (
-        "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 ZEROXLA_TOKEN=x; "
-        f"exec mpirun -n 2 --map-by ppr:1:node --bind-to none -x ZEROXLA_TOKEN {sys.executable} says.py"
+        f"export {root}=1 {root}_CONFIRM=1 ZEROXLA_TOKEN=x; exec mpirun -n 2 --map-by ppr:1:node "
+        f"--bind-to none -x ZEROXLA_TOKEN {sys.executable} says.py"
     )
     given = ["--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=8", "--wait", "--output=mpi.txt"]
     status, _ = slurm("sbatch", *given, "--wrap", inner)
