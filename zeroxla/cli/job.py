@@ -21,11 +21,11 @@ from zeroxla.checkpoint.checkpointer import Checkpointer
 from zeroxla.checkpoint.errors import SaveError
 from zeroxla.cli.circumstances import check_same, circumstances
 from zeroxla.cli.continued_run import RUNS
-from zeroxla.cli.errors import LostRunError, RunFolderError
+from zeroxla.cli.errors import INTERRUPTED, LostRunError, RunFolderError
 from zeroxla.cli.held_run import HeldRun, unwritten
 from zeroxla.cli.interrupt import StopRequest, stop_on_signal
 from zeroxla.cli.islands.folders import folder_of
-from zeroxla.cli.option_groups import JobOptions
+from zeroxla.cli.option_groups import AUTO, JobOptions
 from zeroxla.cli.run_folder import CHECKPOINTS, NoRunFolder, RunFolder
 from zeroxla.cli.run_lock import check_free
 from zeroxla.cli.run_sections import read_section
@@ -79,6 +79,8 @@ class Job(abc.ABC, Generic[_Options, _Output]):
         self.named: Path = options.output.run or RUNS / f"{self.command}-{started}"
         self.path = folder_of(self.named, slot)
         self.done = 0
+        begins = "goes on from its checkpoint" if options.output.resume else "begins anew"
+        agree("run", {"start": begins}, "let all hosts see the same run folder, on a shared disk")
         self.observer = Observer.of(options.tracking, self.num_steps, self.path, output.warn)
         on_first("run folder", lambda: check_free(self.path))  # at once; it is taken later
         with extra("cli", f"zeroxla {self.command} needs"):
@@ -207,7 +209,9 @@ class Job(abc.ABC, Generic[_Options, _Output]):
         self.output.setup(self.mesh, self.source)
         if self.options.output.resume:
             self.output.print(f"Resuming {self.path} after {self.unit} {self.done}")
-        if self.done > self.num_steps:
+        # A job that starts again whatever came before must not evaluate a complete run once more.
+        complete = self.options.output.resume == AUTO and self.done == self.num_steps
+        if self.done > self.num_steps or complete:
             self.output.print(
                 f"Nothing is left to do: the run has taken {self.done} {self.unit}s, and --steps "
                 f"is {self.num_steps}; give more --steps to go on"
@@ -221,7 +225,8 @@ class Job(abc.ABC, Generic[_Options, _Output]):
         ):
             self.loop(stop)
         saved = self.save(last=True)  # first: it is what cannot be made again
-        if self.done == self.num_steps:
+        done = self.done == self.num_steps
+        if done:
             self.finish()
         else:
             self.folder.close()
@@ -230,7 +235,8 @@ class Job(abc.ABC, Generic[_Options, _Output]):
         exchange("end", "")  # the first process writes the results, and all must end together
         if not saved:
             self.output.warn(f"{self.unit} {self.done} is not saved; {self.kept()}")
-        return 0 if saved else 1
+            return 1
+        return 0 if done else INTERRUPTED
 
     def kept(self) -> str:
         """Say what is kept of a run that could not write, and how to go on."""

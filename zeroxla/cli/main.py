@@ -67,10 +67,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
       arguments: the words after the program's name. None means `sys.argv[1:]`.
 
     Returns:
-      The exit status: 0 when the work is done, or was interrupted and saved; 1 when something of
-      the run could not be written, it has diverged, or what was asked for is not so (a plan that
-      does not fit, a step with stalls); 2 for an option or an input that cannot
-      work; 130 when interrupted with nothing to save; 141, as of other programs, when what reads
+      The exit status: 0 when the work is done; 75 when it was interrupted and saved; 1 when
+      something of the run could not be written, it has diverged, or what was asked for is not so (a
+      plan that does not fit, a step with stalls); 2 for an option or an input that cannot work; 130
+      when interrupted with nothing to save; 141, as of other programs, when what reads
       the output has ended, such as `head`.
     """
     arguments = sys.argv[1:] if arguments is None else arguments

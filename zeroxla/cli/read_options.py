@@ -44,7 +44,8 @@ def read_options(
     # The options' groups order the help; as prefixes of every flag they would be noise.
     read: Any = tyro.cli(
         _shown(kind, default),
-        args=list(arguments),
+        # This flag takes a word, so tyro does not make its opposite.
+        args=["--resume=no" if word == "--no-resume" else word for word in arguments],
         prog=f"zeroxla {command}",
         description=_description(kind),
         config=(tyro.conf.OmitArgPrefixes,),
@@ -116,7 +117,8 @@ def _argument(name: str, hint: Any, value: Any, text: str) -> Any:
         positional = positional or tyro.conf.Positional in more
         repeated = repeated or tyro.conf.UseAppendAction in more
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        (hint,) = (x for x in typing.get_args(hint) if x is not type(None))
+        each = [x for x in typing.get_args(hint) if x is not type(None)]
+        hint = each[0] if len(each) == 1 else hint
     if positional:
         metavar = name.upper()
     elif typing.get_origin(hint) is typing.Literal:

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import IO, Any
 
+from zeroxla.cli.errors import INTERRUPTED
 from zeroxla.cli.launch.child import MARK
 from zeroxla.cli.launch.notices import NoticeFilter, is_frame
 from zeroxla.cli.launch.ranks import Rank
@@ -81,6 +82,11 @@ class Process:
         return self.code is not None or self.error is not None
 
     @property
+    def has_failed(self) -> bool:
+        """Whether it has ended otherwise than well, or interrupted and saved (INTERRUPTED)."""
+        return self.has_ended and self.failed_at is not None
+
+    @property
     def last_lines(self) -> list[str]:
         """The last lines that it printed, without JAX's notices about other processes."""
         return list(self._last)
@@ -146,7 +152,7 @@ class Process:
             case {"stopped": stopped}:
                 self.stopped_at = time.monotonic() if stopped else None
             case {"exit": code}:
-                if code != 0:
+                if code not in (0, INTERRUPTED):
                     self._note_failure()
                 self.code = code
             case {"error": error}:

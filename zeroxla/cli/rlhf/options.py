@@ -10,7 +10,7 @@ from zeroxla.cli.adapter_options import AdapterOptions
 from zeroxla.cli.mesh_options import MeshOptions, PipelineOptions
 from zeroxla.cli.offload_options import OffloadOptions
 from zeroxla.cli.optimizer_options import OptimizerOptions
-from zeroxla.cli.option_groups import LARGEST, JobOptions, check_seed, flag
+from zeroxla.cli.option_groups import LARGEST, JobOptions, Resume, check_seed, flag
 from zeroxla.cli.tracking.options import TrackingOptions
 from zeroxla.cli.train.options import ModelOptions, TextOptions, TrainingOptions, TrainOptions
 from zeroxla.cli.zero_options import (
@@ -118,8 +118,9 @@ class RlhfRunOptions:
 
     run: Path | None = None
     """Run folder. Default: a new one under runs/; with --resume, the newest one there."""
-    resume: bool = False
-    """Continue the run in the run folder from its newest checkpoint, with its own options."""
+    resume: Resume = False
+    """Continue the run in the run folder from its newest checkpoint, with its own options. auto:
+    begin one if the folder of --run holds none; the command may be started again and again."""
     save_every: int = 20
     """Iterations between checkpoints. There is always one at the end and on Ctrl-C."""
     keep: int = 2

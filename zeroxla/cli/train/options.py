@@ -11,7 +11,7 @@ from zeroxla.cli.data.images import MIN_SIZE
 from zeroxla.cli.mesh_options import AxesOptions, MeshOptions, PipelineOptions
 from zeroxla.cli.offload_options import OffloadOptions
 from zeroxla.cli.optimizer_options import OptimizerOptions
-from zeroxla.cli.option_groups import JobOptions, check_seed
+from zeroxla.cli.option_groups import JobOptions, Resume, check_seed
 from zeroxla.cli.outer_options import OUTER_LEAST, IslandsOptions
 from zeroxla.cli.tracking.options import TrackingOptions
 from zeroxla.cli.zero_options import (
@@ -137,8 +137,9 @@ class RunOptions:
 
     run: Path | None = None
     """Run folder. Default: a new one under runs/; with --resume, the newest one there."""
-    resume: bool = False
-    """Continue the run in the run folder from its newest checkpoint, with its own options."""
+    resume: Resume = False
+    """Continue the run in the run folder from its newest checkpoint, with its own options. auto:
+    begin one if the folder of --run holds none; the command may be started again and again."""
     eval_every: int = 100
     """Steps between evaluations. The last step is always evaluated. alexnet: 20."""
     eval_batches: int = 16

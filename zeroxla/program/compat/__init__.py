@@ -5,6 +5,7 @@ Come here when a new JAX breaks something. Names of primitives are in `program/p
 """
 
 from zeroxla.program.compat.axis_names import AxisNames
+from zeroxla.program.compat.clusters import cluster_parameters, own_devices
 from zeroxla.program.compat.jaxprs import (
     array_type,
     as_remat,
@@ -32,7 +33,6 @@ from zeroxla.program.compat.runtime import (
     COMPUTE_ON,
     JAX_VERSION,
     backends_started,
-    cluster_parameters,
     compiler_options,
     compute_on_host,
     coordination_client,
@@ -67,6 +67,7 @@ __all__ = [
     "name_stack_of",
     "note_layout",
     "open_jaxpr",
+    "own_devices",
     "scan_counts",
     "settings_of",
     "source_line",
