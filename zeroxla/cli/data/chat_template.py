@@ -13,7 +13,6 @@ import itertools
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import BuiltinMethodType
 from typing import Any, NamedTuple
 
 from zeroxla.cli.data.bad_rows import RowError
@@ -21,6 +20,7 @@ from zeroxla.cli.data.row_values import CALLS, THOUGHTS, WEIGHTS, is_learned, te
 from zeroxla.cli.data.traced_text import Traced, concat, origins, traced
 from zeroxla.cli.data.turns import (
     ANSWER,
+    BEGIN,
     GENERATION,
     Field,
     Loop,
@@ -186,26 +186,28 @@ class ChatTemplate:
 
         Contents may be text or parts, and arguments of calls objects or JSON text. A template may
         take one of the two only. So it first gets what the row has (and arguments as objects), and
-        the other if it refuses that or leaves it out.
+        others if it refuses that or leaves it out.
         """
         name = _WITH_TOOLS if tools and _WITH_TOOLS in self._templates else "default"
-        template, first = self._templates[name], None
+        template, errors = self._templates[name], []
         tools = traced(tools, Field(None, "tools")) if tools else None
         has_calls = any(key in message for message in messages for key in CALLS)
-        for other, as_text in itertools.product((False, True), (False, True)[: 1 + has_calls]):
+        kinds = {type(message.get("content")) for message in messages}
+        forms = ("as it is", *["text"] * (list in kinds), *["parts"] * (str in kinds))
+        for form, as_text in itertools.product(forms, (False, True)[: 1 + has_calls]):
             said = [
-                _as_read(message, i, other=other, as_text=as_text)
+                _as_read(message, i, form=form, as_text=as_text)
                 for i, message in enumerate(messages)
             ]
             try:
                 text = template(said, tools, add_generation_prompt)
                 _check_written(template, text, said, tools, learned)
             except RowError as error:
-                first = first or error
+                errors.append(error)
             else:
                 return template, said, tools, text
-        assert first is not None
-        raise first
+        # What a template leaves out says more than that it cannot take another form.
+        raise next((x for x in errors if not str(x).startswith(_REFUSES)), errors[0])
 
 
 class _Template:
@@ -254,16 +256,17 @@ class _Template:
                 **loop,
             )
         except self._errors as error:
-            raise RowError(f"the chat template refuses the conversation: {error}") from error
+            reason = str(error).replace(Traced.__name__, "str")
+            raise RowError(f"{_REFUSES} the conversation: {reason}") from error
 
 
-def _as_read(message: Mapping[str, Any], i: int, *, other: bool, as_text: bool) -> dict[str, Any]:
+def _as_read(message: Mapping[str, Any], i: int, *, form: str, as_text: bool) -> dict[str, Any]:
     """Return message i as templates read it, all of its strings but the role traced to it.
 
     Args:
       message: the message.
       i: its place.
-      other: give a text as parts, and parts as text.
+      form: give its content "as it is", as one "text", or as "parts".
       as_text: give the arguments of calls as JSON text, not as objects.
     """
     made: dict[str, Any] = {}
@@ -275,9 +278,10 @@ def _as_read(message: Mapping[str, Any], i: int, *, other: bool, as_text: bool) 
         elif key == "function_call":
             made[key] = _call(value, Field(i, key, (0,)), as_text)
         elif key not in WEIGHTS:
-            if key == "content" and other:
-                is_text = isinstance(value, str)
-                value = [{"type": "text", "text": value}] if is_text else text_of_content(value)
+            if key == "content" and form == "text":
+                value = text_of_content(value)
+            elif key == "content" and form == "parts" and isinstance(value, str):
+                value = [{"type": "text", "text": value}]
             made[key] = traced(value, Field(i, key))
     return made
 
@@ -323,6 +327,7 @@ def _check_written(
     """Check that a template's text has what the messages and tools, as it read them, say."""
     pieces = pieces_of(text)
     there: set[Any] = set()
+    places = {field[:2] for _, _, field in fields_of(text)}
     for first, end, field in fields_of(text):
         is_answer = field.message is not None and messages[field.message]["role"] == "assistant"
         around = {x.message for x in pieces if x.first < end and x.end > first}
@@ -334,14 +339,6 @@ def _check_written(
             'the row has "tools", and the chat template does not write them; leave them out, or '
             f"give a template that does ({_OPTION})"
         )
-
-    def is_there(i: int) -> bool:
-        given = messages[i].get("content", "")
-        content = text_of_content(given).strip()
-        if not content or (i, "content") in there:
-            return True
-        mine = (text[x.first : x.end] for x in pieces if x.message == i)
-        return isinstance(given, str) and any(content in x for x in mine)
 
     for i, message in enumerate(messages):
         role = message["role"]
@@ -360,16 +357,20 @@ def _check_written(
                         f"write the {what} of call {field.part[0]}; leave the row out, or give a "
                         f"template that does ({_OPTION})"
                     )
-        if role != "assistant" and not is_there(i):
+        content = message.get("content", "")
+        is_list = isinstance(content, list)
+        if content := text_of_content(content).strip():
+            # Templates may leave out the thoughts of an answer, and what is beside its calls.
+            is_there = (i, "content") in there or (i in there and role == "assistant")
+            mine = (text[x.first : x.end] for x in pieces if x.message == i and not is_list)
+            is_missing = not is_there and not any(content in x for x in mine)
+        if (content and is_missing and (role != "assistant" or i in learned)) or (
+            # A list that left no place was written as Python writes lists, or passed over.
+            is_list and (i, "content") not in places
+        ):
             raise RowError(
                 f"the chat template does not write the content of message {i}, whose role is "
-                f'"{role}"; leave the message out, or give a template that does ({_OPTION})'
-            )
-        if i in learned and not is_there(i) and i not in there:
-            raise RowError(
-                f"the chat template does not write the content of the assistant's message {i}, so "
-                "that an empty answer would be learned; leave it out, or give a template that does "
-                f"({_OPTION})"
+                f'"{role}"; leave it out, or give a template that does ({_OPTION})'
             )
 
 
@@ -455,6 +456,7 @@ def _with_default(found: Mapping[Any, Any], folder: Path) -> dict[str, str]:
     return named
 
 
+_REFUSES = "the chat template refuses"
 _OPTION = "--chat-template"
 _MARK = "_mark"
 # Variables that the instrumented template reads; no template has them by chance.
@@ -487,8 +489,9 @@ def _environment(special: Mapping[str, str], now: datetime.datetime) -> Any:
         concat = staticmethod(concat)  # of what a template, a block or a macro writes
 
         def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(function, BuiltinMethodType) and function.__name__ == "join":
-                function = Traced(function.__self__).join  # a literal has no origins to keep
+            text = getattr(function, "__self__", None)
+            if isinstance(text, str) and getattr(function, "__name__", "") == "join":
+                function = Traced(text, getattr(text, "spans", ())).join  # of a literal, too
             return super().call(context, function, *args, **kwargs)
 
     environment = Environment(
@@ -506,9 +509,9 @@ def _environment(special: Mapping[str, str], now: datetime.datetime) -> Any:
     environment.globals |= {
         "raise_exception": _raise,
         "strftime_now": now.strftime,
-        "bos_token": "",
         "eos_token": "",
         **special,
+        BEGIN: traced(special.get(BEGIN, ""), Field(None, BEGIN)),
     }
     return environment
 

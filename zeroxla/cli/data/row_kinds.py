@@ -157,8 +157,8 @@ def _check_all_is_learned(value: Mapping[str, Any]) -> None:
         label = value.get(key)
         if isinstance(label, bool | int) or str(label).lower() in ("true", "false"):
             raise RowError(
-                f'the row has "{key}": {json.dumps(label)}, which says whether its answer is a good '
-                "one (KTO's format). Training on such rows is not supported: keep the good ones "
+                f'the row has "{key}": {json.dumps(label)}, which says whether its answer is good '
+                "(KTO's format). Training on such rows is not supported: keep the good ones "
                 f'without "{key}", or make pairs with "chosen" and "rejected". Leave "{key}" out '
                 "if it says something else"
             )

@@ -77,7 +77,7 @@ def messages_of(value: Mapping[str, Any], key: str) -> tuple[dict[str, Any], ...
             if not isinstance(part, dict) or not isinstance(part.get("text"), str):
                 kind = part.get("type") if isinstance(part, dict) else json_type(part)
                 raise RowError(
-                    f'{named} has a part of its "content" that is no text ({kind}); leave it out'
+                    f'{named} has no "content" that is text: a part of it is {kind!r}; leave it out'
                 )
         for key in WEIGHTS:
             if message.get(key, 1) not in (0, 1):

@@ -1,4 +1,4 @@
-"""`Traced`: text that knows which of its characters came from where, whatever a template does to it.
+"""`Traced`: text that knows where its characters came from, whatever a template does to it.
 
 A chat template cuts, trims and joins the fields of messages. The text that it makes must be the one
 that plain strings give, so a traced text is a string with the same characters. Beside them it keeps

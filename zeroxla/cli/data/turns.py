@@ -31,7 +31,7 @@ class Field(NamedTuple):
     """An origin of characters: a field of a message.
 
     Attributes:
-      message: the message's place; None for the tools.
+      message: the message's place; None for the tools and for the token that begins the text.
       key: the field's key.
       part: which one of several calls, and "arguments" for those.
     """
@@ -53,6 +53,8 @@ class Loop(NamedTuple):
     message: int | None = None
 
 
+BEGIN = "bos_token"
+"""The key of the token that begins the text."""
 GENERATION = "generation"
 """The origin of what `{% generation %}` encloses."""
 
@@ -164,20 +166,24 @@ class _Conversation:
         if piece is None:
             first, end = self._between_prompts(i)
         else:
-            first = self._first(i, piece)
-            end = self._with_tail(first, piece.end)
+            first, end = self._first(i, piece), self._with_tail(i, piece.end)
         for a, b, field in self._fields:
             if field.message != i and max(a, first) < min(b, end):
                 raise RowError(
-                    f"the chat template writes the {field.key} of another message among the "
-                    f"assistant's message {i}; {_REMEDY}"
+                    f"the chat template writes {field.key} of something else among the assistant's "
+                    f"message {i}; {_REMEDY}"
                 )
         return first, end
 
     def lead(self, i: int) -> tuple[int, int] | None:
-        """Return the place of what the template writes for message i before its first field."""
+        """Return the place of what the template writes for message i before its first field, after
+        the token that begins the text."""
         piece = self._piece(i)
-        return piece and (piece.first, min(self._answer(i, piece), default=piece.end))
+        if piece is None:
+            return None
+        end = min(self._answer(i, piece), default=piece.end)
+        begins = (b for _, b, x in self._fields if x.key == BEGIN and piece.first <= b <= end)
+        return max(begins, default=piece.first), end
 
     def prompted(self, i: int, first: int, end: int) -> int:
         """Return the place up to which the prompt for message i gives what is between two places.
@@ -225,7 +231,7 @@ class _Conversation:
             return begin + after
         if begin > first or not rest.strip() or before["role"] == "assistant":
             return begin
-        if headers == () and i:  # answers have no header: this is the mark of calls, or of thoughts
+        if headers == ():  # answers have no header: this is the mark of calls, or of thoughts
             return begin
         if end == piece.end:
             raise RowError(
@@ -234,18 +240,20 @@ class _Conversation:
             )
         return end
 
-    def _with_tail(self, first: int, end: int) -> int:
-        """Return the end of a turn with what the template writes after its last message."""
+    def _with_tail(self, i: int, end: int) -> int:
+        """Return the end of a turn with what the template writes after all messages, unless the
+        prompt for the answer ends with it, too."""
         tail = self._text[end:]
-        rest = [x for x in self._pieces if x.end > end]
-        if not tail or any(x.message is not None for x in rest):
+        if not tail or any(x.message is not None for x in self._pieces if x.end > end):
             return end
-        headers = self._finder.headers or ()
-        is_header = any(x in tail for x in headers) or (
-            any(map(str.isalnum, tail)) and self._text[:first].endswith(tail)
-        )
+        try:
+            prompt = self._finder.render(self._messages[:i], self._tools, True)
+        except RowError:
+            return end
+        ends = (x.end for x in pieces_of(prompt) if x.message is not None)
         has_fields = any(max(a, end) < b for a, b, _ in self._fields)
-        return end if is_header or has_fields else len(self._text)
+        is_of_prompt = tail in str.__str__(prompt)[max(ends, default=0) :]
+        return end if is_of_prompt or has_fields else len(self._text)
 
     def _between_prompts(self, i: int) -> tuple[int, int]:
         """Return the place of a turn in the text of a template that has no loop over messages:
@@ -280,8 +288,8 @@ class _Conversation:
             return None
         there, here = 0, 0
         for i in reversed(range(count)):
-            ends = [_last_field(x, i) for x in (text, self._traced)]
-            if ends[0] is not None and ends[1] is not None:
+            ends = [end for x in (text, self._traced) if (end := _last_field(x, i)) is not None]
+            if len(ends) == 2:
                 there, here = ends
                 break
         rest = str.__str__(text)[there:]
