@@ -15,7 +15,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from zeroxla.checkpoint.weights.adapter_export import export_adapter
 from zeroxla.checkpoint.weights.export import export_params
 from zeroxla.checkpoint.weights.safetensors_writer import BESIDE
-from zeroxla.cli.data.chat_template import TEMPLATE
+from zeroxla.cli.data.chat_template import MORE_TEMPLATES, TEMPLATE
 from zeroxla.cli.errors import UsageError
 from zeroxla.cli.read_options import read_options
 from zeroxla.cli.run_folder import CHECKPOINTS
@@ -119,6 +119,8 @@ def export(options: ExportOptions) -> int:
     kept = [run / MODEL / name for name in BESIDE if name != "config.json"]
     for file in filter(Path.is_file, (*kept, run / TEMPLATE)):
         shutil.copyfile(file, folder / file.name)
+    for more in filter(Path.is_dir, (run / MODEL / MORE_TEMPLATES, run / MORE_TEMPLATES)):
+        shutil.copytree(more, folder / MORE_TEMPLATES, dirs_exist_ok=True)
     console.print(f"Exported step {number} in {options.dtype} to {folder}:", markup=False)
     for file in files:
         console.print(f"  {file.name}  {file.stat().st_size:,} bytes", markup=False)

@@ -99,7 +99,8 @@ class RowFilesTask(LanguageTask, abc.ABC):
         for source in self.sources:
             digest.update(f"{source.rows.fingerprint} {source.weight};".encode())
         if self.template is not None:
-            digest.update(self.template.source.encode())
+            for name, source in sorted(self.template.sources.items()):
+                digest.update((name * (name != "default") + source).encode())
         return {
             "source": ", ".join(self.options.text.data),
             "fingerprint": digest.hexdigest(),
@@ -113,7 +114,7 @@ class RowFilesTask(LanguageTask, abc.ABC):
     def keep(self, run: Path) -> None:
         super().keep(run)
         if self.template is not None:
-            (run / TEMPLATE).write_text(self.template.source, encoding="utf-8")
+            self.template.write(run)
 
     def encoded_prompt(self, prompt: str) -> list[int]:
         if self.template is None:
