@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from .folders import is_pointer, missing_model, pointer_text
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Key:
@@ -229,16 +231,22 @@ def read_config(source: str | Path) -> dict[str, Any]:
       ValueError: the file is missing or damaged.
     """
     path = Path(source)
+    folder = path
+    if path.is_file() and path.suffix != ".json":
+        raise ValueError(missing_model(path))
     path = path if path.is_file() else path / "config.json"
     try:
-        config = json.loads(path.read_text())
+        config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(
-            f"{path} cannot be read: {error.strerror}; give the folder of a Hugging Face model, "
-            "with its config.json and its .safetensors files"
+            f"{path} cannot be read: {error.strerror}; {missing_model(folder)}"
         ) from error
     except ValueError as error:
-        raise ValueError(f"{path} is damaged, it does not hold JSON: {error}") from error
+        if is_pointer(path):
+            raise ValueError(pointer_text(path)) from error
+        raise ValueError(
+            f"{path} is damaged, it does not hold JSON: {error}; download it anew"
+        ) from error
     if not isinstance(config, dict):
         raise ValueError(f"{path} holds a {type(config).__name__}, and not a config's keys")
     return config

@@ -54,6 +54,8 @@ def from_hugging_face(
         raise ValueError(
             f"the config's model_type is {kind!r}; there is a model for "
             + ", ".join(map(repr, FORMATS))
+            + ". A family is added as data (docs/architecture.md, where to add things). A Flax "
+            "model of your own needs none of it: zeroxla.make_step trains it as it is"
         )
     arguments = FORMATS[kind].arguments(config)
     if kind in FAMILIES:

@@ -52,6 +52,37 @@ class TestLoadCorpus:
         assert corpus.num_train_files + corpus.num_valid_files == 30
         assert corpus.fingerprint() == load_corpus([str(folder)]).fingerprint()
 
+    @pytest.mark.parametrize(
+        ("name", "content", "said"),
+        [
+            ("a.arrow", b"ARROW1\0\0", "an Arrow file; write it as Parquet"),
+            ("a.txt.gz", b"\x1f\x8b\x08", "compressed with gzip"),
+            ("a.txt", b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
+            ("a.txt", "text".encode("utf-16"), "text in UTF-16; convert it: iconv"),
+        ],
+    )
+    def test_a_file_of_another_kind_is_named(self, tmp_path, name, content, said):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=name) as caught:
+            load_corpus([tmp_path / name])
+        assert said in str(caught.value)
+
+    def test_a_pointer_of_git_lfs_in_a_folder_is_named(self, folder):
+        (folder / "z.txt").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid\n")
+        with pytest.raises(ValueError, match=r"z\.txt is a pointer of Git LFS"):
+            load_corpus([folder])
+
+    @pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv", "train-00000.parquet"])
+    def test_a_folder_of_rows_is_not_taken_for_text(self, tmp_path, name):
+        """As the data sets of the hub are: a README beside tables, which alone would be learned."""
+        (tmp_path / "README.md").write_text("a page about the rows")
+        (tmp_path / "data").mkdir()
+        (tmp_path / "data" / name).write_bytes(b"PAR1\0" * 100 if "parquet" in name else b"{}" * 99)
+        with pytest.raises(ValueError, match=r"name these files: --data .*/data/\*\."):
+            load_corpus([tmp_path])
+        (tmp_path / "README.md").write_text("a long page" * 100)
+        assert b"a long page" in load_corpus([tmp_path]).train.tobytes()
+
     def test_every_document_starts_after_a_separator(self, folder):
         corpus = load_corpus([folder])
         documents = corpus.train.tobytes().split(b"\0")

@@ -24,6 +24,7 @@ from zeroxla.frontend.base import Tree, to_nested
 from zeroxla.frontend.lora.at_rest import Frozen
 from zeroxla.frontend.lora.leaf_plan import LORA
 from zeroxla.frontend.lora.model import LoraModel, lora
+from zeroxla.models.folders import is_pointer, missing_adapter, pointer_text
 
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -162,10 +163,11 @@ def _read(folder: FilePath) -> tuple[dict[str, Any], TensorReader]:
         rank, alpha = config["r"], config["lora_alpha"]
     except OSError as error:
         raise ValueError(
-            f"{path} cannot be read: {error.strerror}; give the folder of a PEFT adapter, with "
-            f"{CONFIG} and {TENSORS}"
+            f"{path} cannot be read: {error.strerror}; {missing_adapter(folder)}"
         ) from error
     except (ValueError, KeyError, TypeError) as error:
+        if is_pointer(path):
+            raise ValueError(pointer_text(path)) from error
         raise ValueError(
             f"{path} is damaged, or of another kind than LORA ({error!r}); save the adapter anew"
         ) from error
@@ -184,6 +186,8 @@ def _read(folder: FilePath) -> tuple[dict[str, Any], TensorReader]:
             f"{path} has {', '.join(wrong)}, which zeroxla's adapters do not compute; merge it in "
             "PEFT (merge_and_unload) and take the merged model, or train one without"
         )
+    if not (folder / TENSORS).is_file():
+        raise ValueError(missing_adapter(folder))
     return config, TensorReader(folder, TENSORS)
 
 

@@ -17,6 +17,7 @@ import ml_dtypes  # lets the library find bfloat16 by name, too
 import numpy as np
 
 from zeroxla.checkpoint.weights.safetensors_writer import DTYPES, INDEX, SINGLE
+from zeroxla.models.folders import is_pointer, missing_weights, pointer_text
 from zeroxla.program.extras import extra
 
 FLOAT8 = "F8_E4M3"
@@ -126,11 +127,15 @@ class TensorReader:
         try:
             return self._library.safe_open(path, framework="numpy")
         except OSError as error:
+            # The library's own error repeats the path, and has the reason in its text alone.
+            reason = error.strerror or str(error).partition(": ")[0]
             raise ValueError(
-                f"{path} cannot be read: {error.strerror or error}; give a folder with all files "
-                "of the model"
+                f"{path} cannot be read: {reason}; give a folder with all files of the model: "
+                "download it anew"
             ) from error
         except self._library.SafetensorError as error:
+            if is_pointer(path):
+                raise ValueError(pointer_text(path)) from error
             raise ValueError(
                 f"{path} is damaged or no safetensors file ({error}); download it anew"
             ) from error
@@ -160,14 +165,28 @@ def _places(folder: Path) -> Mapping[str, str] | None:
             raise TypeError("weight_map gives no file for each tensor")
         return places
     except FileNotFoundError as error:
-        raise ValueError(
-            f"{folder} holds neither {SINGLE} nor {INDEX}; give the folder of a Hugging Face model "
-            "(weights in .bin files have to be converted to safetensors first)"
-        ) from error
+        raise ValueError(missing_weights(folder)) from error
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if is_pointer(path):
+            raise ValueError(pointer_text(path)) from error
         raise ValueError(f"{path} is damaged ({error}); download it anew") from error
+
+
+def check_weights(folder: Path) -> None:
+    """Check that a folder's weights are there, without reading them.
+
+    Raises:
+      ValueError: files are missing, or are pointers of Git LFS; with the remedy.
+    """
+    for file in sorted(set((_places(folder) or {"": SINGLE}).values())):
+        if is_pointer(folder / file):
+            raise ValueError(pointer_text(folder / file))
+        if not (folder / file).exists():
+            raise ValueError(
+                f"{folder / file} is missing, and {INDEX} names it; download the folder anew"
+            )
 
 
 def _library() -> Any:

@@ -8,18 +8,20 @@ If a row has both, the messages count. All its other keys are kept.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from zeroxla.cli.data.bad_rows import BadRows, RowError
-from zeroxla.cli.data.row_files import MAX_ROW_BYTES, numbered_lines, row_place
+from zeroxla.cli.data.foreign_rows import known_form
 from zeroxla.cli.data.row_kinds import Conversation, conversation_of
+from zeroxla.cli.data.row_readers import open_rows, row_place
 from zeroxla.cli.data.row_values import read_object, text_of
 
-SUFFIXES = (".jsonl", ".json")
 ANSWER = ("response", "tokens", "finished")
 """The keys that an answer adds to its row."""
 
@@ -43,28 +45,24 @@ def prompt_rows(path: Path, bad: BadRows) -> Iterator[PromptRow]:
     """Yield the rows of a file that can be answered, in their order; count the others.
 
     Args:
-      path: a file with the suffix .jsonl or .json. Blank lines are skipped.
+      path: a file of rows in any form that `open_rows` reads. Blank lines are skipped.
       bad: counts the rows that cannot be answered.
 
     Raises:
-      ValueError: the file cannot be read, or has another suffix.
+      ValueError, ImportError: as `open_rows`.
     """
-    if path.suffix not in SUFFIXES:
-        raise ValueError(
-            f"{path} ends with {path.suffix or 'no suffix'}; prompts are read from files of JSON "
-            f"objects, one a line, that end with {' or '.join(SUFFIXES)}"
-        )
-    try:
-        file = path.open("rb")
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}; correct the path") from error
-    with file:
-        for _, number, line in numbered_lines(file):
-            if not line.strip():
-                continue
-            place = row_place(path, number)
+    with contextlib.ExitStack() as stack:
+
+        def keep(file: IO[bytes] | None) -> IO[bytes]:
+            return stack.enter_context(file or tempfile.TemporaryFile())
+
+        opened = open_rows(path, keep)
+        for _, number, line in opened.rows:
+            place = row_place(path, number, by_line=opened.by_line)
             bad.rows += 1
             try:
+                if isinstance(line, RowError):
+                    raise line
                 yield PromptRow(place, *_read(line))
             except RowError as error:
                 bad.add(place, str(error))
@@ -72,9 +70,7 @@ def prompt_rows(path: Path, bad: BadRows) -> Iterator[PromptRow]:
 
 def _read(line: bytes) -> tuple[dict[str, Any], str | Conversation]:
     """Return the keys and values of a row, and what it asks."""
-    if len(line) > MAX_ROW_BYTES:
-        raise RowError(f"the line is longer than {MAX_ROW_BYTES >> 20} MiB")
-    value = read_object(line)
+    value = known_form(read_object(line))
     if there := [key for key in ANSWER if key in value]:
         raise RowError(f'the row has "{there[0]}", a key that its answer will have; rename it')
     if "messages" in value:

@@ -1,4 +1,4 @@
-"""`RowFiles`: the rows of JSONL and Parquet files, read one at a time at any place.
+"""`RowFiles`: the rows of files, read one at a time at any place.
 
 The files are read once from beginning to end. Each row is checked, and its place goes into a table
 on disk. Afterwards a row is read from its place. So memory does not grow with the files.
@@ -16,13 +16,9 @@ from typing import IO, Any
 
 import numpy as np
 
-from zeroxla.cli.data.bad_rows import BadRows, RowError
-from zeroxla.cli.data.parquet import parquet_lines
+from zeroxla.cli.data.bad_rows import NUM_NAMED, BadRows, RowError
 from zeroxla.cli.data.row_kinds import TrainingRow, kind_of, read_row, row_hash, side_hash
-
-SUFFIXES = (".jsonl", ".json", ".parquet")
-MAX_ROW_BYTES = 64 << 20
-"""A longer line is a bad row: most likely the file has no lines."""
+from zeroxla.cli.data.row_readers import FORMS, form_of, open_rows, row_place
 
 # Where a row is, and its `side_hash`.
 _PLACE = np.dtype(
@@ -40,8 +36,8 @@ class RowFiles:
     rows are on the same side, as are preferences with the same prompt.
 
     Args:
-      paths: files with the suffix .jsonl or .json (a JSON object a line; blank lines are skipped)
-        or .parquet.
+      paths: files of JSON lines, JSON arrays, CSV, TSV or Parquet, compressed or not; `FORMS` and
+        `COMPRESSIONS` of `row_readers` are their suffixes. Blank lines are skipped.
       bad: counts the rows that cannot be trained on. Its `check` is left to the caller, who may
         read more files.
       holdout: the share that is held out, between 0 and 1.
@@ -52,13 +48,13 @@ class RowFiles:
       firsts: the file and the line of the first row of each kind.
 
     Raises:
-      ValueError: a file is missing or unreadable, has another suffix, or fewer than two rows are
-        good.
-      ImportError: there is a Parquet file, and pyarrow is not installed.
+      ValueError: a file is missing or unreadable, has another suffix or other contents than it
+        says, none of its first rows is good, or fewer than two rows are good.
+      ImportError: there is a file of Parquet or Zstandard, and pyarrow is not installed.
 
-    Cost: one pass over the files. 32 bytes a row on disk, and for Parquet files the bytes of their
-    rows as JSON; both in temporary files without names, which end with the process. The system may
-    keep them in its page cache. Memory does not depend on the number of rows.
+    Cost: one pass over the files. 32 bytes a row on disk, and for tables and compressed files the
+    bytes of their rows as JSON; both in temporary files without names, which end with the process.
+    The system may keep them in its page cache. Memory does not depend on the number of rows.
     """
 
     def __init__(
@@ -76,6 +72,7 @@ class RowFiles:
         self.firsts: dict[str, str] = {}
         self._digest = hashlib.blake2b(digest_size=16)
         self._files: list[IO[bytes]] = []
+        self._by_line: list[bool] = []
         self._opened: list[IO[bytes]] = []  # those too that are read no more
         weakref.finalize(self, _close, self._opened)
         tables = [self._temporary() for _ in range(2)]
@@ -118,7 +115,14 @@ class RowFiles:
     def place(self, index: int, *, valid: bool = False) -> str:
         """Return the file and the line of a row, for people."""
         place = (self._valid if valid else self._train)[index]
-        return row_place(self.paths[int(place["file"])], int(place["line"]))
+        return self._place(int(place["file"]), int(place["line"]))
+
+    def _place(self, file: int, number: int) -> str:
+        return row_place(self.paths[file], number, by_line=self._by_line[file])
+
+    def num_bytes(self, index: int, *, valid: bool = False) -> int:
+        """Return the bytes of a row's JSON."""
+        return int((self._valid if valid else self._train)[index]["length"])
 
     def _scan(self, tables: list[IO[bytes]]) -> tuple[np.ndarray, np.ndarray]:
         """Read all files; return the tables of the rows to train on and of those held out."""
@@ -128,7 +132,7 @@ class RowFiles:
             for place, kind, digest in self._good_rows(number, path):
                 self._digest.update(digest)
                 self.kinds[kind] = self.kinds.get(kind, 0) + 1
-                self.firsts.setdefault(kind, row_place(path, place[3]))
+                self.firsts.setdefault(kind, self._place(number, place[3]))
                 side = int(place[4] < self._holdout * 2**64)
                 lengths[side] += 1
                 buffers[side].append(place)
@@ -149,37 +153,58 @@ class RowFiles:
         self, number: int, path: Path
     ) -> Iterator[tuple[tuple[int, int, int, int, int], str, bytes]]:
         """Yield the place, the kind and the hash of each good row of a file; count the others."""
-        for offset, line_number, line in numbered_lines(self._open(path)):
-            if not line.strip():
-                continue
+        opened = open_rows(path, self._kept)
+        self._files.append(opened.file)
+        self._by_line.append(opened.by_line)
+        # The bad rows before the first good one. If there is none, the file is of another kind,
+        # which is said once, and not row by row.
+        begin: list[tuple[str, str]] | None = []
+        for offset, row_number, line in opened.rows:
             self._bad.rows += 1
             try:
-                if len(line) > MAX_ROW_BYTES:
-                    raise RowError(f"the line is longer than {MAX_ROW_BYTES >> 20} MiB")
+                if isinstance(line, RowError):
+                    raise line
                 row = read_row(line)
                 digest, side = row_hash(row), int.from_bytes(side_hash(row), "big")
             except RowError as error:
-                self._bad.add(row_place(path, line_number), str(error))
+                place = self._place(number, row_number)
+                if begin is None:
+                    self._bad.add(place, str(error))
+                else:
+                    begin.append((place, str(error)))
+                    if len(begin) == NUM_NAMED:
+                        self._none_is_good(path, begin)
+                        begin = None
                 continue
-            yield (offset, len(line), number, line_number, side), kind_of(row), digest
+            for found in begin or ():
+                self._bad.add(*found)
+            begin = None
+            yield (offset, len(line), number, row_number, side), kind_of(row), digest
+        if begin:
+            self._none_is_good(path, begin)
 
-    def _open(self, path: Path) -> IO[bytes]:
-        """Open a file of JSON lines: the file itself, or the rows of a Parquet file."""
-        if path.suffix not in SUFFIXES:
+    def _none_is_good(self, path: Path, begin: list[tuple[str, str]]) -> None:
+        """Count the first rows of a file, which are all bad.
+
+        Raises:
+          ValueError: there are several, and not all rows may be bad.
+        """
+        if len(begin) > 1 and self._bad.limit < 1:
+            (place, reason), reasons = begin[0], {reason for _, reason in begin}
             raise ValueError(
-                f"{path} ends with {path.suffix or 'no suffix'}; rows are read from files that end "
-                f"with {', '.join(SUFFIXES)}: rename or unpack it"
+                f"{path}: none of its first {len(begin)} rows can be trained on, so it is of "
+                f"another kind than its name says, or its rows have other keys. {place}: {reason}"
+                + (f"; and {len(reasons) - 1} other reasons" if len(reasons) > 1 else "")
+                + ". docs/data.md has the kinds of rows"
             )
-        try:
-            file: IO[bytes] = path.open("rb", buffering=_BUFFER_BYTES)
-        except OSError as error:
-            raise ValueError(f"cannot read {path}: {error.strerror}; correct the path") from error
+        for found in begin:
+            self._bad.add(*found)
+
+    def _kept(self, file: IO[bytes] | None) -> IO[bytes]:
+        """Keep a file open as long as rows may be read; for None make a temporary one."""
+        if file is None:
+            return self._temporary()
         self._opened.append(file)
-        if path.suffix == ".parquet":
-            file = self._temporary()
-            file.writelines(parquet_lines(path))
-            file.seek(0)
-        self._files.append(file)
         return file
 
     def _temporary(self) -> IO[bytes]:
@@ -187,30 +212,6 @@ class RowFiles:
         file = tempfile.TemporaryFile(buffering=_BUFFER_BYTES)  # noqa: SIM115
         self._opened.append(file)
         return file
-
-
-def numbered_lines(file: IO[bytes]) -> Iterator[tuple[int, int, bytes]]:
-    """Yield the offset, the number from 1, and the bytes of each line. A line that is too long is
-    cut behind the limit."""
-    offset = 0
-    if file.read(3) != b"\xef\xbb\xbf":  # a byte order mark
-        file.seek(0)
-    else:
-        offset = 3
-    number = 0
-    while line := file.readline(MAX_ROW_BYTES + 1):
-        number += 1
-        length = len(line)
-        yield offset, number, line
-        while len(line) > MAX_ROW_BYTES and not line.endswith(b"\n"):
-            line = file.readline(MAX_ROW_BYTES + 1)
-            length += len(line)
-        offset += length
-
-
-def row_place(path: Path, line: int) -> str:
-    """Return the file and the line of a row, for people."""
-    return f"{path}: row {line}" if path.suffix == ".parquet" else f"{path}:{line}"
 
 
 def _few(moved: np.ndarray) -> np.ndarray:
@@ -245,12 +246,12 @@ def are_rows(paths: Iterable[str | os.PathLike[str]]) -> bool:
     Raises:
       ValueError: some have and some have not.
     """
-    kinds = {str(path): Path(path).suffix in SUFFIXES for path in paths}
+    kinds = {str(path): form_of(Path(path)) is not None for path in paths}
     if len(set(kinds.values())) > 1:
         rows = next(name for name, is_rows in kinds.items() if is_rows)
         other = next(name for name, is_rows in kinds.items() if not is_rows)
         raise ValueError(
             f"{rows} holds rows and {other} does not; train on files of rows "
-            f"({', '.join(SUFFIXES)}), or on text"
+            f"({', '.join(FORMS)}), or on text"
         )
     return any(kinds.values())

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from zeroxla.cli.data.bad_rows import RowError
+from zeroxla.cli.data.foreign_rows import known_form
 from zeroxla.cli.data.row_values import (
     is_learned,
     json_type,
@@ -104,7 +105,7 @@ def read_row(line: bytes) -> TrainingRow:
     Raises:
       RowError: the line is no row; the text says why.
     """
-    return row_of(read_object(line))
+    return row_of(known_form(read_object(line)))
 
 
 def row_of(value: Mapping[str, Any]) -> TrainingRow:

@@ -21,6 +21,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from zeroxla.cli.data.file_kinds import SNIFFED_BYTES, binary_kind
+from zeroxla.cli.data.row_readers import form_of
+from zeroxla.models.folders import POINTER, pointer_text
 from zeroxla.program.extras import extra
 
 if TYPE_CHECKING:
@@ -30,8 +33,6 @@ SEPARATOR = 0
 VOCABULARY = 256
 # With at least so many files whole files are held out, with fewer the tail of each file.
 MIN_FILES_TO_HOLD_OUT = 20
-# Git's own rule: a file is binary if there is a NUL byte among its first bytes, so many of them.
-_SNIFFED_BYTES = 8192
 _SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules", "site-packages", "dist-packages"})
 
 
@@ -76,7 +77,8 @@ def load_corpus(paths: Sequence[str | os.PathLike[str]] = (), *, holdout: float 
       holdout: the share that is held out, between 0 and 1.
 
     Raises:
-      ValueError: a path is missing or unreadable, or no text was found.
+      ValueError: a path is missing or unreadable, is a file of another kind, a folder holds mostly
+        files of rows, or no text was found.
 
     Cost: one byte of host memory per byte of text, twice that while reading.
     """
@@ -239,21 +241,39 @@ def _unit_hash(key: str) -> float:
 def _read_path(path: Path) -> list[tuple[str, bytes]]:
     if path.is_dir():
         return _read_folder(path)
-    return [(path.name, _read_file(path))]
+    content = _read_file(path)
+    if kind := binary_kind(content[:SNIFFED_BYTES]):
+        raise ValueError(f"{path} is {kind.replace('FILE', str(path))}")
+    return [(path.name, content)]
 
 
 def _read_folder(root: Path, suffix: str = "") -> list[tuple[str, bytes]]:
     """Read a folder's text files as (path relative to the folder, content), sorted by path."""
     documents = []
-    num_files = 0
+    num_files = row_bytes = text_bytes = 0
+    rows: list[Path] = []
     for file in _walk(root):
         special = file.exists() and not file.is_file()  # a pipe or socket: reading could block
         if special or not file.name.endswith(suffix):
             continue
         num_files += 1
         content = _read_file(file)
-        if b"\0" not in content[:_SNIFFED_BYTES]:
+        if content.startswith(POINTER):
+            raise ValueError(pointer_text(file))
+        form = form_of(file)
+        is_text = b"\0" not in content[:SNIFFED_BYTES]  # Git's own rule
+        if form is not None and form[0] != ".json":  # which is no sign of rows in a folder
+            rows.append(file)
+            row_bytes += len(content)
+        elif is_text:
+            text_bytes += len(content)
+        if is_text:
             documents.append((file.relative_to(root).as_posix(), content))
+    if row_bytes > text_bytes:
+        raise ValueError(
+            f"most of the folder {root} are files of rows, such as {rows[0]}, and a folder is read "
+            f"as text; name these files: --data {rows[0].parent}/*{''.join(rows[0].suffixes)}"
+        )
     if not documents:
         found = (
             f"holds no {suffix or 'visible'} file"

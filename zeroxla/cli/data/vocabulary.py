@@ -15,9 +15,12 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from zeroxla.cli.data.text import SEPARATOR, VOCABULARY, Corpus
+from zeroxla.models.folders import is_pointer, pointer_text
 from zeroxla.program.extras import extra
 
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+_SLOW = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+"""Files of tokenizers that Transformers can turn into a tokenizer.json."""
 
 
 class Spans(NamedTuple):
@@ -113,6 +116,9 @@ class Bytes:
 class Tokens:
     """The tokens of a `tokenizer.json`, as Hugging Face's library `tokenizers` reads it.
 
+    A text becomes all of its tokens and no others: `truncation` and `padding` of the file, which
+    are settings of the program that saved it, are switched off.
+
     Args:
       folder: the folder that holds the file.
       config: the model's config. Its `bos_token_id` begins a document, or, if it has none, its
@@ -128,16 +134,28 @@ class Tokens:
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         file = folder / TOKENIZER
         if not file.is_file():
+            remedy = "save the tokenizer beside the model"
+            if any((folder / name).is_file() for name in _SLOW):
+                remedy = (
+                    'convert the tokenizer that is there: python -c "from transformers import '
+                    f"AutoTokenizer as T; T.from_pretrained('{folder}').save_pretrained('{folder}')"
+                    '"'
+                )
             raise ValueError(
                 f"{folder} holds no {TOKENIZER}, and its model is not one of bytes (a vocabulary "
-                f"of {VOCABULARY}); save the tokenizer beside the model"
+                f"of {VOCABULARY}); {remedy}"
             )
+        if is_pointer(file):
+            raise ValueError(pointer_text(file))
         try:
             self._tokenizer = _library().Tokenizer.from_file(str(file))
         except ImportError:
             raise
         except Exception as error:  # the library's own error is a plain Exception
             raise ValueError(f"{file} is damaged or no tokenizer: {error}") from error
+        # Fine-tunes leave these in the file. Texts would lose their ends, or get padding, unseen.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
         # Numbers may be left out, so that there are fewer tokens than numbers.
         numbers = self._tokenizer.get_vocab(with_added_tokens=True).values()
         self.size = max(numbers, default=-1) + 1

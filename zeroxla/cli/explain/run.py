@@ -135,7 +135,7 @@ def _model_and_batch(stored: TrainOptions, options: ExplainOptions) -> tuple[Any
     model = stored.lora.adapted(choose(stored, run).model, run)
     if stages.pipe > 1:
         model = Pipeline.from_model(model, **stages.as_arguments)
-    length = stored.text.length
+    length = stored.text.tokens
     batch = {"tokens": jax.ShapeDtypeStruct((rows, length + 1), jnp.int32)}
     if are_rows(with_weight(name)[0] for name in stored.text.data):
         batch["mask"] = jax.ShapeDtypeStruct((rows, length), jnp.int8)

@@ -9,11 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zeroxla.checkpoint.weights.safetensors_reader import check_weights
 from zeroxla.cli.data.chat_template import DEFAULT, TEMPLATE, ChatTemplate, read_template
 from zeroxla.cli.data.vocabulary import Vocabulary
-from zeroxla.cli.run_folder import CONFIG, read_config
+from zeroxla.cli.islands.folders import island_folders
+from zeroxla.cli.run_folder import CHECKPOINTS, CONFIG, METRICS, read_config
 from zeroxla.cli.stored_run import StoredRun
 from zeroxla.cli.train.model import MODEL, ModelChoice, choose, from_folder
+from zeroxla.models.folders import missing_model
 
 GENERATION = "generation_config.json"
 
@@ -43,13 +46,14 @@ class TextSource:
           ValueError: there is no model that generates text.
         """
         folder = folder.expanduser()
-        if not folder.is_dir():
+        if not (folder / CONFIG).is_file() and not island_folders(folder):
             raise ValueError(
-                f"{folder} is no folder; give the folder of a model in Hugging Face's format "
-                "(nothing is downloaded), or of a run of zeroxla train or rlhf"
+                f"{folder} holds no run to generate from (it has no config.json), and no model: "
+                f"{missing_model(folder)}"
             )
-        if (folder / CONFIG).is_file() and "model_type" in read_config(folder):
+        if not _is_run(folder):
             choice = from_folder(folder)
+            check_weights(folder)
             return TextSource(folder=folder, choice=choice, run=None, model=choice.model)
         run = StoredRun.of(folder, "generate from")
         if run.options.model.model != "gpt":
@@ -131,3 +135,14 @@ class TextSource:
             source, place = DEFAULT, "zeroxla's own, because the model brings none"
         say(f"Chat template: {place}")
         return ChatTemplate(source, self.vocabulary.special, now=datetime.datetime.now())
+
+
+def _is_run(folder: Path) -> bool:
+    """Return whether a folder is one of a run, and not of a model in Hugging Face's format. Either
+    may be damaged."""
+    if island_folders(folder) or (folder / METRICS).is_file() or (folder / CHECKPOINTS).is_dir():
+        return True
+    try:
+        return "model_type" not in read_config(folder)
+    except ValueError:
+        return False

@@ -84,7 +84,7 @@ class Start:
         stages = options.pipeline
         model = staged(choice.model, stages)
         step = make_step(model, mesh, optax.set_to_zero(), config=without, weights=stages.weights)
-        batch = {"tokens": jax.ShapeDtypeStruct((text.batch, text.length + 1), np.int32)}
+        batch = {"tokens": jax.ShapeDtypeStruct((text.batch, text.tokens + 1), np.int32)}
         step.abstract_state(batch)
         return Start(
             options=before,
@@ -124,7 +124,7 @@ class Start:
         batches = data.training_batches(
             self.corpus.train,
             batch=options.text.batch,
-            length=options.text.length,
+            length=options.text.tokens,
             seed=options.training.seed,
             shard_index=index,
             shard_count=count,

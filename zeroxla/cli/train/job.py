@@ -69,6 +69,7 @@ class TrainJob(Job[TrainOptions, Output]):
         config = config_for(options, mesh, self.path if options.output.resume else None)
         run = self.path if options.output.resume else None
         self.task = make_task(options, run, output.warn)
+        self.options = options = self.task.options  # with what follows from the data
         self.schedule, optimizer = None, config.optimizer
         if not takes_file_optimizer(options, config):
             self.schedule = schedule_for(options)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from zeroxla.checkpoint.weights.pretrained import from_pretrained
 from zeroxla.cli.run_folder import NoRunFolder, RunFolder
+from zeroxla.cli.train.length import MULTIPLE
 from zeroxla.cli.train.model import ModelChoice, choose, keep
 from zeroxla.cli.train.options import TrainOptions
 from zeroxla.cli.train.output import Output
@@ -43,7 +44,7 @@ class LanguageTask:
         if stages.pipe > 1:
             self.model = Pipeline.from_model(self._module, **stages.as_arguments)
         self.unit = self.choice.vocabulary.unit
-        self.num_counted = options.text.batch * options.text.length
+        self.num_counted = options.text.batch * options.text.tokens
         self.guess_name = f"{self.unit}-unigram entropy of the validation set"
 
     def scorer(self, step: Step) -> Scorer | None:
@@ -75,12 +76,15 @@ class LanguageTask:
             return
         apply = step.adapted.apply
         assert apply is not None
+        prompt = self.encoded_prompt(options.prompt)
+        # Each token is a pass over the window, which need not be longer than what is written.
+        written = -(-(len(prompt) + options.sample_bytes) // MULTIPLE) * MULTIPLE
         numbers = continue_text(
             lambda params, tokens: jnp.asarray(apply(params, {}, tokens)),
             params,
-            self.encoded_prompt(options.prompt),
+            prompt,
             num_tokens=options.sample_bytes,
-            length=self.options.text.length,
+            length=min(self.options.text.tokens, written),
             temperature=options.temperature,
             key=jax.random.key(self.options.training.seed),
         )

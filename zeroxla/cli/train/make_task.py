@@ -11,6 +11,7 @@ import jax
 from zeroxla.cli.data.bad_rows import BadRows
 from zeroxla.cli.data.mixture import Source
 from zeroxla.cli.data.row_files import are_rows
+from zeroxla.cli.data.row_readers import FORMS
 from zeroxla.cli.data.sources import load_sources, with_weight
 from zeroxla.cli.option_groups import flag
 from zeroxla.cli.train.images import ImageTask
@@ -40,7 +41,7 @@ def make_task(options: TrainOptions, run: Path | None, warn: Callable[[str], Non
         return ImageTask(options)
     if are_rows(with_weight(name)[0] for name in options.text.data):
         return _of_rows(options, run, warn)
-    _check_useless(options, ("rows", "dpo"), "text", "files of rows (.jsonl, .json, .parquet)")
+    _check_useless(options, ("rows", "dpo"), "text", f"files of rows ({', '.join(FORMS)})")
     return TextTask(options, run)
 
 

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from zeroxla import models
+from zeroxla.checkpoint.weights.safetensors_reader import check_weights
 from zeroxla.checkpoint.weights.safetensors_writer import BESIDE
 from zeroxla.checkpoint.weights.tensor_names import abstract
 from zeroxla.cli.data.chat_template import MORE_TEMPLATES, find_template
@@ -39,7 +40,11 @@ from zeroxla.step.make import make_step
 MODEL = "model"
 """The folder of a run with the config and the tokenizer of a model that came from elsewhere."""
 
+TEXT_LENGTH = 128
+"""The bytes of a sequence of text, for a model that nothing else is known about."""
+
 _SHAPE = ("layers", "width", "heads")
+_CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,6 +54,9 @@ class ModelChoice:
     Attributes:
       model: a linen module, or a function of rngs that returns an nnx module.
       length: the longest sequence that the model takes; None if it takes any.
+      context: the longest sequence that the model was trained for; None if nothing says it.
+      token_bytes: an estimate of the bytes that forward keeps for each token; see
+        `activation_bytes`.
       vocabulary: the numbers that text is turned into.
       config: the config of the model's Hugging Face folder; None if it is from no folder.
       chat_template: the chat template of that folder, or several by name; None if there is none.
@@ -61,6 +69,8 @@ class ModelChoice:
     config: dict[str, Any] | None = None
     chat_template: str | Mapping[str, str] | None = None
     takes_segments: bool = False
+    context: int | None = None
+    token_bytes: int = 0
 
 
 def alexnet(options: TrainOptions) -> AlexNet:
@@ -100,14 +110,18 @@ def choose(options: TrainOptions, run: Path | None = None) -> ModelChoice:
       ImportError: a package that --init needs is not installed.
       ValueError: the folder of --init, or an option beside it, cannot work.
     """
-    shape, length = options.model, options.text.length
+    shape, length = options.model, options.text.length or TEXT_LENGTH
     kept = run / MODEL if run is not None and (run / MODEL).is_dir() else None
     source = kept or shape.init
     if source is None:
         arguments = {name: getattr(shape, name) for name in (*_SHAPE, "dropout")}
         model = GPT(vocab=VOCABULARY, length=length, **arguments)
         return ModelChoice(
-            model=model, length=length, vocabulary=Bytes(), takes_segments=takes_segments(GPT)
+            model=model,
+            length=length,
+            vocabulary=Bytes(),
+            takes_segments=takes_segments(GPT),
+            token_bytes=activation_bytes(model),
         )
     default = ModelOptions()
     if given := [name for name in _SHAPE if getattr(shape, name) != getattr(default, name)]:
@@ -115,7 +129,9 @@ def choose(options: TrainOptions, run: Path | None = None) -> ModelChoice:
             f"--init says what the model is; leave out {', '.join(map(flag, given))}, or --init"
         )
     choice = from_folder(source, dropout=shape.dropout)
-    if choice.length is not None and length > choice.length:
+    if run is None:
+        check_weights(source.expanduser())
+    if options.text.length is not None and choice.length is not None and length > choice.length:
         raise ValueError(
             f"--length {length} is more than the {choice.length} positions of the model in "
             f"{source.expanduser()}; give --length {choice.length} or less"
@@ -137,6 +153,11 @@ def from_folder(source: Path, *, dropout: float = 0.0) -> ModelChoice:
     """
     source = source.expanduser()
     config = read_config(source)
+    if "model_type" not in config and "command" in config:
+        raise ValueError(
+            f"{source} is a run of zeroxla {config['command']}; write its weights in Hugging "
+            f"Face's format (zeroxla export {source}), and give {source / 'export'}"
+        )
     is_gpt = config.get("model_type") == GPT.hugging_face.model_type
     if dropout and not is_gpt:
         raise ValueError(f"--dropout {dropout}: the model in {source} has none; leave it out")
@@ -165,7 +186,28 @@ def from_folder(source: Path, *, dropout: float = 0.0) -> ModelChoice:
         config=config,
         chat_template=find_template(source),
         takes_segments=takes_segments(type(module)),
+        context=context_of(config),
+        token_bytes=activation_bytes(shape_of_model),
     )
+
+
+def context_of(config: Mapping[str, Any]) -> int | None:
+    """Return the longest sequence that a model was trained for, as its config says; None if it does
+    not."""
+    found = (config.get(name) for name in _CONTEXT)
+    return next((x for x in found if isinstance(x, int) and x > 0), None)
+
+
+def activation_bytes(shape: Any) -> int:
+    """Return an estimate of the bytes that forward keeps of each token for backward.
+
+    They are 34 a layer and unit of width, for activations of 16 bits without the scores of
+    attention, which are computed in blocks (Korthikanti et al. 2022, arXiv 2205.05198, equation 2).
+
+    Args:
+      shape: has the attributes `layers` and `width`.
+    """
+    return 34 * shape.layers * shape.width
 
 
 def takes_segments(kind: type[Any]) -> bool:

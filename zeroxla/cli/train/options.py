@@ -29,10 +29,11 @@ class TextOptions:
     """The data, and how it is cut into batches."""
 
     data: tuple[str, ...] = ()
-    """Data to train on. gpt: files or folders of text, or files of rows (.jsonl, .json, .parquet),
-    each with a weight or none, such as chat.jsonl=0.7; default: the Python files of the running
-    interpreter's standard library. alexnet: a folder or a .tar.gz with CIFAR-10, in its binary or
-    its Python form; default: the digits of scikit-learn."""
+    """Data to train on. gpt: files or folders of text, or files of rows (.jsonl, .json, .csv, .tsv,
+    .parquet, or one of them with .gz, .bz2, .xz or .zst), each with a weight or none, such as
+    chat.jsonl=0.7; default: the Python files of the running interpreter's standard library.
+    alexnet: a folder or a .tar.gz with CIFAR-10, in its binary or its Python form; default: the
+    digits of scikit-learn."""
     holdout: float = 0.05
     """Share of the files, or of the rows, that is held out for validation; with fewer than 20 files
     of text, share of each file's bytes. alexnet: 0.2 of the digits. CIFAR-10 has validation images
@@ -40,8 +41,16 @@ class TextOptions:
     batch: int = 16
     """Sequences, preferences or images per step, over all devices and micro-batches; with --outer,
     of one island. alexnet: 32."""
-    length: int = 128
-    """Bytes (with --init, tokens) per sequence."""
+    length: int | None = None
+    """Bytes (with --init, tokens) per sequence. Default: for rows, the 99th percentile of their
+    lengths, at most the model's context and what fits in memory by an estimate; for text 128, with
+    --init 1024. The run says which, and how many rows are longer."""
+
+    @property
+    def tokens(self) -> int:
+        """The length, which is decided when the data has been read."""
+        assert self.length is not None
+        return self.length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,6 +198,7 @@ class TrainOptions(JobOptions):
     def __post_init__(self) -> None:
         self.check_at_least(
             {
+                "text.length": 1,
                 "rows.max_bad_rows": 0,
                 "dpo.dpo_beta": 0,
                 "dpo.dpo_label_smoothing": 0,

@@ -45,7 +45,7 @@ class PreferencesTask(RowFilesTask):
         self.guess_name = "loss without a preference (log 2)"
         self.settings = settings_of(self.options)
         self.loss = preference_loss(self.settings)
-        self.num_counted = 2 * self.options.text.batch * self.options.text.length
+        self.num_counted = 2 * self.options.text.batch * self.options.text.tokens
 
     def training(self, index: int, count: int, slot: int = 0) -> grain.IterDataset:
         return preference_batches(
@@ -68,7 +68,10 @@ class PreferencesTask(RowFilesTask):
         )
 
     def _stream(self, seed: int) -> RowStream[TokenPreference]:
-        return RowStream(self.sources, PreferenceEncoder(self._encoder), self._bad, seed)
+        return RowStream(self.sources, self._encoder(self.options.text.tokens), self._bad, seed)
+
+    def _encoder(self, length: int) -> PreferenceEncoder:
+        return PreferenceEncoder(super()._encoder(length))
 
 
 class PreferenceScorer:
@@ -100,7 +103,7 @@ class PreferenceScorer:
 def settings_of(options: TrainOptions) -> DpoSettings:
     """Return the settings of the loss of a run on preferences."""
     return DpoSettings(
-        length=options.text.length + 1,
+        length=options.text.tokens + 1,
         rows=options.text.batch,
         beta=options.dpo.dpo_beta,
         label_smoothing=options.dpo.dpo_label_smoothing,

@@ -18,10 +18,12 @@ from zeroxla.cli.data.chat_template import DEFAULT, TEMPLATE, ChatTemplate, read
 from zeroxla.cli.data.mixture import RowStream, Source
 from zeroxla.cli.data.row_batches import row_batches, validation_row_batches
 from zeroxla.cli.data.row_encoder import RowEncoder, TokenRow
+from zeroxla.cli.data.row_lengths import measure
 from zeroxla.cli.data.text import unigram_entropy
 from zeroxla.cli.train.island import seed_of
 from zeroxla.cli.train.language import LanguageTask
-from zeroxla.cli.train.model import ModelChoice
+from zeroxla.cli.train.length import Length, agreed, bounded, given, with_length
+from zeroxla.cli.train.model import ModelChoice, choose
 from zeroxla.cli.train.options import TrainOptions
 
 if TYPE_CHECKING:
@@ -55,8 +57,8 @@ class RowFilesTask(LanguageTask, abc.ABC):
         sources: Sequence[Source],
         bad: BadRows,
     ) -> None:
-        super().__init__(options, run, choice)
         self._bad, self.sources = bad, sources
+        self.options, self.choice = options, choice
         self.template, self._template_from = None, ""
         kinds = {kind for source in sources for kind in source.rows.kinds}
         if kinds & {"Conversation", "ChatPreference"}:
@@ -66,13 +68,37 @@ class RowFilesTask(LanguageTask, abc.ABC):
                 f"--chat-template {options.rows.chat_template}: without effect, because no row is "
                 "a conversation; leave it out"
             )
-        self._encoder = RowEncoder(
+        self._report = ""
+        if run is None:  # a resumed run has said it, and its options have the length
+            length, self._report = agreed(self._length)
+            options = with_length(options, length.tokens)
+            if options.model.init is None:
+                choice = choose(options)
+        super().__init__(options, run, choice)
+        self._valid = list(self._validation())
+
+    def _length(self) -> tuple[Length, str]:
+        """Return the length of sequences, and a report on the lengths of rows."""
+        options = self.options
+        lengths = measure(self.sources, self._encoder(0), self._bad)
+        found = given(options, self.choice) or bounded(
+            max(1, lengths.percentile(99) - 1),
+            "the 99th percentile of the rows",
+            self.choice,
+            options,
+        )
+        rows = options.rows
+        report = lengths.report(found.tokens, too_long=rows.too_long, packing=rows.packing)
+        return found, f"Length: {found.tokens:,} ({found.source}). {report}"
+
+    def _encoder(self, length: int) -> Any:
+        """Return what turns rows into at most this many tokens and one."""
+        return RowEncoder(
             vocabulary=self.choice.vocabulary,
             template=self.template,
-            length=options.text.length,
-            too_long=options.rows.too_long,
+            length=length,
+            too_long=self.options.rows.too_long,
         )
-        self._valid = list(self._validation())
 
     @abc.abstractmethod
     def _validation(self) -> Iterator[dict[str, np.ndarray]]:
@@ -91,7 +117,7 @@ class RowFilesTask(LanguageTask, abc.ABC):
         used = f"; chat template: {self._template_from}" if self._template_from else ""
         return (
             f"Rows: {names}; {kinds}, {self._bad.summary}; {train:,} to train on, {valid:,} held "
-            f"out{used}"
+            f"out{used}" + (f"\n{self._report}" if self._report else "")
         )
 
     def record(self) -> dict[str, Any]:
@@ -163,4 +189,4 @@ class RowsTask(RowFilesTask):
         return packed_validation_batches(stream, batch=self.options.text.batch, num_batches=number)
 
     def _stream(self, seed: int) -> RowStream[TokenRow]:
-        return RowStream(self.sources, self._encoder, self._bad, seed)
+        return RowStream(self.sources, self._encoder(self.options.text.tokens), self._bad, seed)

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from zeroxla.cli.run_folder import NoRunFolder, RunFolder
+from zeroxla.cli.train.options import TrainOptions
 from zeroxla.cli.train.output import Output
 from zeroxla.step.state import TrainState
 from zeroxla.step.step import Step
@@ -41,6 +42,7 @@ class Task(Protocol):
     """A model and its data.
 
     Attributes:
+      options: the run's options, with a length that follows from the data.
       model: the model, as `make_step` takes it; a `Pipeline` if there are stages.
       loss: its loss, as `make_step` takes it; None if it is the model's own.
       data: one word for the data. config.json has its record under this name.
@@ -53,6 +55,7 @@ class Task(Protocol):
       guess_name: words for that loss.
     """
 
+    options: TrainOptions
     model: Any
     loss: Any
     data: str
