@@ -28,6 +28,7 @@ from zeroxla.program.compat.jaxprs import (
     without_dead_code,
 )
 from zeroxla.program.compat.layouts import layouts_ignored, note_layout, with_layout
+from zeroxla.program.compat.redirect import redirect
 from zeroxla.program.compat.runtime import (
     COMPUTE_ON,
     JAX_VERSION,
@@ -67,6 +68,7 @@ __all__ = [
     "name_stack_of",
     "note_layout",
     "open_jaxpr",
+    "redirect",
     "scan_counts",
     "settings_of",
     "source_line",
