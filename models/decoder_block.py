@@ -29,12 +29,14 @@ class Block(nnx.Module):
           rngs: random numbers.
         """
         self.config = config
-        self.input_layernorm = norm(config, rngs)
+        if config.arrangement != "norms_after":
+            self.input_layernorm = norm(config, rngs)
         self.self_attn = Attention(config, kernel, rngs=rngs)
         if config.arrangement != "parallel_one_norm":
             self.post_attention_layernorm = norm(config, rngs)
         if config.arrangement == "sandwich":
             self.pre_feedforward_layernorm = norm(config, rngs)
+        if config.arrangement in ("sandwich", "norms_after"):
             self.post_feedforward_layernorm = norm(config, rngs)
         self.has_experts = config.has_experts(layer)
         if self.has_experts:
@@ -49,24 +51,32 @@ class Block(nnx.Module):
         self, x_BLD: jax.Array, places: Places, rotary: Rotary | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return the activations after the block, and its statistics: a dict of scalars."""
+        arrangement, scaled = self.config.arrangement, self._scaled
+        if arrangement == "norms_after":
+            attended_BLD = self.self_attn(x_BLD, places, rotary)
+            x_BLD = x_BLD + scaled(self.post_attention_layernorm(attended_BLD))
+            mixed_BLD, statistics = self._feed_forward(x_BLD, places)
+            return x_BLD + scaled(self.post_feedforward_layernorm(mixed_BLD)), statistics
         first_BLD = self.input_layernorm(x_BLD)
         attended_BLD = self.self_attn(first_BLD, places, rotary)
-        if self.config.arrangement == "parallel_one_norm":
-            mixed_BLD, statistics = self._feed_forward(first_BLD, places)
-            return x_BLD + attended_BLD + mixed_BLD, statistics
-        if self.config.arrangement == "parallel":
-            second_BLD = self.post_attention_layernorm(x_BLD)
+        if arrangement in ("parallel", "parallel_one_norm"):
+            one = arrangement == "parallel_one_norm"
+            second_BLD = first_BLD if one else self.post_attention_layernorm(x_BLD)
             mixed_BLD, statistics = self._feed_forward(second_BLD, places)
-            return x_BLD + attended_BLD + mixed_BLD, statistics
-        if self.config.arrangement == "sandwich":
-            x_BLD = x_BLD + self.post_attention_layernorm(attended_BLD)
+            return x_BLD + scaled(attended_BLD) + scaled(mixed_BLD), statistics
+        if arrangement == "sandwich":
+            x_BLD = x_BLD + scaled(self.post_attention_layernorm(attended_BLD))
             mixed_BLD, statistics = self._feed_forward(
                 self.pre_feedforward_layernorm(x_BLD), places
             )
-            return x_BLD + self.post_feedforward_layernorm(mixed_BLD), statistics
-        x_BLD = x_BLD + attended_BLD
+            return x_BLD + scaled(self.post_feedforward_layernorm(mixed_BLD)), statistics
+        x_BLD = x_BLD + scaled(attended_BLD)
         mixed_BLD, statistics = self._feed_forward(self.post_attention_layernorm(x_BLD), places)
-        return x_BLD + mixed_BLD, statistics
+        return x_BLD + scaled(mixed_BLD), statistics
+
+    def _scaled(self, x_BLD: jax.Array) -> jax.Array:
+        scale = self.config.residual_scale
+        return x_BLD if scale is None else x_BLD * scale
 
     def _feed_forward(self, x_BLD: jax.Array, places: Places) -> tuple[jax.Array, dict[str, Any]]:
         if not self.has_experts:

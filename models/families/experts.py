@@ -82,7 +82,7 @@ def _qwen3_moe(fields: Fields, config: Fields) -> dict[str, Any]:
     return {
         "rotary": rotary_of(config, fields["head_width"]),
         "activation": activation_of(config),
-        "qk_norm": True,
+        "qk_norm": "head",
         "experts": ExpertsConfig(
             count=count,
             top_k=fields["top_k"],

@@ -81,7 +81,7 @@ def _gemma3(fields: Fields, config: Fields) -> dict[str, Any]:
         **_scores(config, None, None),
         "rotary": whole,
         "local_rotary": local,
-        "qk_norm": True,
+        "qk_norm": "head",
         "window": config.get("sliding_window", 4096),
         "windowed": tuple(kind == "sliding_attention" for kind in kinds),
     }
