@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from zeroxla.checkpoint.weights.origin import Origin
 from zeroxla.checkpoint.weights.safetensors_writer import FilePlan, Writer, writing
 from zeroxla.checkpoint.weights.sources import WeightSource, open_source
 from zeroxla.checkpoint.weights.tensor_names import NamedLeaf
@@ -28,12 +29,14 @@ class ExportLayout:
       leaves: the leaves to write, with their tensors.
       plan: the places of the tensors.
       others: contents of files that belong to the export, by name.
+      origin: the folder that the export is like; None for none.
     """
 
     source: WeightSource
     leaves: list[NamedLeaf]
     plan: FilePlan
     others: Mapping[str, bytes]
+    origin: Origin | None = None
 
 
 def export_leaves(
@@ -89,6 +92,9 @@ def _write(
                 if progress is not None:
                     progress(done, plan.tensor_bytes)
                 del values  # before the next leaf is read
+            if writer is not None and layout.origin is not None:
+                for name in layout.origin.kept:
+                    writer.write(name, layout.origin.read(name))
     except OSError as error:
         failure = _not_writable(folder, error)
     except Exception as error:

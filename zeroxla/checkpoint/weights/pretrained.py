@@ -126,12 +126,12 @@ def find_tensors(
     for name in reader.tensors:
         if quantized is not None and quantized.is_beside(name, reader.tensors):
             continue
-        bare = name.removeprefix(format.prefix)
+        bare = format.bare(name)
         if bare in there:
             raise ValueError(f"{reader.folder} holds both {there[bare]} and {name}; remove one")
         there[bare] = name
     wanted = {name: leaf for leaf in leaves for name in leaf.tensors}
-    bare = {name: name.removeprefix(format.prefix) for name in wanted}
+    bare = {name: format.bare(name) for name in wanted}
     if missing := [name for name in wanted if bare[name] not in there]:
         raise ValueError(
             f"{reader.folder} lacks {_list(missing)}, which the model needs; give the folder of "
@@ -140,7 +140,8 @@ def find_tensors(
     found = {name: there.pop(bare[name]) for name in wanted}
     _check_tied(reader, wanted, found, there, format)
     ignored = re.compile("|".join(format.ignored) or "(?!)")
-    if extra := [name for short, name in there.items() if not ignored.fullmatch(short)]:
+    unknown = (x for x in there.items() if not ignored.fullmatch(x[0]) and not format.is_kept(x[0]))
+    if extra := [name for _, name in unknown]:
         raise ValueError(
             f"{reader.folder} holds {_list(extra)}, for which the model has no place; build the "
             "model that these weights are of"
