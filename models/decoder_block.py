@@ -42,8 +42,13 @@ class Block(nnx.Module):
         if self.has_experts:
             experts = config.experts
             assert experts is not None
-            self.router = dense(config.width, experts.count, rngs)
-            self.experts = Experts(experts.count, config.width, experts.hidden, rngs=rngs)
+            self.router = dense(config.width, experts.count, rngs, bias=experts.bias)
+            self.experts = Experts(
+                *(experts.count, config.width, experts.hidden),
+                bias=experts.bias,
+                clamp=experts.clamp,
+                rngs=rngs,
+            )
         else:
             self.mlp = Perceptron(config, rngs=rngs)
 
@@ -101,6 +106,9 @@ class Block(nnx.Module):
         assert experts is not None
         mix = make_mix(experts.routing, experts.capacity_factor)
         kernel_DE = self.router.kernel[...]
-        routes = route(x_BLD, kernel_DE, experts.top_k, is_normalized=experts.is_normalized)
+        bias_E = None if self.router.bias is None else self.router.bias[...]
+        routes = route(
+            x_BLD, kernel_DE, experts.top_k, is_normalized=experts.is_normalized, bias_E=bias_E
+        )
         y_BLD, statistics = mix(x_BLD, self.experts, routes, real_BL)
         return y_BLD, {"balance": balance_loss(routes), **statistics}

@@ -26,6 +26,9 @@ class ExpertsConfig:
       is_normalized: whether the weights of a token's experts add up to 1. If not, they are their
         part of the softmax over all experts.
       dense_layers: the numbers of the layers that have an ordinary perceptron instead.
+      bias: whether the router and the products of experts have biases.
+      clamp: the largest value of a gate, and size of an up, in experts that give
+        gate * sigmoid(1.702 gate) * (up + 1); None for silu(gate) * up without limits.
     """
 
     count: int
@@ -36,6 +39,8 @@ class ExpertsConfig:
     balance: float = 0.01
     is_normalized: bool = True
     dense_layers: tuple[int, ...] = ()
+    bias: bool = False
+    clamp: float | None = None
 
     def __post_init__(self) -> None:
         check_experts(self.count, self.top_k)
@@ -73,6 +78,7 @@ class DecoderConfig:
       qk_norm: what queries and keys are normalized over, before the rotation. "head": each head, all
         with one scale. "heads": each head, with a scale of its own. "all": all heads together. None
         for no norm.
+      sinks: whether each head has one more key with a learned score and the value 0.
       score_scale: what scores are multiplied with; None means 1 / sqrt(H).
       score_cap: the largest size of a score; None for no limit.
       activation: the perceptron's function.
@@ -110,6 +116,7 @@ class DecoderConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: Literal["head", "heads", "all"] | None = None
+    sinks: bool = False
     score_scale: float | None = None
     score_cap: float | None = None
     activation: Activation = "silu"

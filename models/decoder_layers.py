@@ -64,6 +64,8 @@ class Attention(nnx.Module):
         self.is_normed_whole = config.qk_norm == "all"
         norms = (qk_norm(config, heads, rngs) for heads in (config.heads, config.kv_heads))
         self.q_norm, self.k_norm = map(nnx.data, norms)
+        sinks = nnx.Param(NORMAL(rngs.params(), (config.heads,))) if config.sinks else None
+        self.sinks: nnx.Param | None = nnx.data(sinks)
         self.cached_key: nnx.Cache | None = nnx.data(None)
         self.cached_value: nnx.Cache | None = nnx.data(None)
 
@@ -91,6 +93,7 @@ class Attention(nnx.Module):
             self.cached_value[...] = cached(self.cached_value[...], v_BLKH, places.start)
             k_BLKH = self.cached_key[...].astype(k_BLKH.dtype)
             v_BLKH = self.cached_value[...].astype(v_BLKH.dtype)
+        sinks_KG = None if self.sinks is None else self.sinks[...].reshape(self.kv_heads, -1)
         out_BLKGH = self.kernel(
             q_BLNH.reshape(batch, length, self.kv_heads, -1, self.head_width),
             k_BLKH,
@@ -100,6 +103,7 @@ class Attention(nnx.Module):
             start=places.start,
             window=places.window,
             slopes_KG=places.slopes_KG,
+            sinks_KG=sinks_KG,
         )
         return named(self.o_proj(out_BLKGH.reshape(batch, length, -1)), "o_proj")
 

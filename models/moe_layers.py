@@ -27,18 +27,51 @@ Product = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class Experts(nnx.Module):
-    """E perceptrons down(silu(gate(x)) * up(x)) with stacked kernels: [E, D, F] and [E, F, D]."""
+    """E perceptrons down(silu(gate(x)) * up(x)) with stacked kernels: [E, D, F] and [E, F, D].
 
-    def __init__(self, experts: int, width: int, hidden: int, *, rngs: nnx.Rngs):
+    With `bias` each product has one: [E, F] and [E, D]. With `clamp` the perceptrons are those of
+    gpt-oss: gate * sigmoid(1.702 gate) * (up + 1), gate at most `clamp`, up at most so large.
+    """
+
+    def __init__(
+        self,
+        experts: int,
+        width: int,
+        hidden: int,
+        *,
+        bias: bool = False,
+        clamp: float | None = None,
+        rngs: nnx.Rngs,
+    ):
+        self.clamp = clamp
         self.gate_proj = nnx.Param(NORMAL(rngs.params(), (experts, width, hidden)))
         self.up_proj = nnx.Param(NORMAL(rngs.params(), (experts, width, hidden)))
         self.down_proj = nnx.Param(NORMAL(rngs.params(), (experts, hidden, width)))
+        self.gate_bias, self.up_bias, self.down_bias = (
+            nnx.data(nnx.Param(jnp.zeros((experts, n))) if bias else None)
+            for n in (hidden, hidden, width)
+        )
 
     def __call__(self, x: jax.Array, product: Product) -> jax.Array:
         """Return the outputs of the experts; `product(x, kernel_EIO)` gives each its inputs."""
-        gate = named(product(x, self.gate_proj[...]), "gate_proj")
-        up = named(product(x, self.up_proj[...]), "up_proj")
-        return named(product(jax.nn.silu(gate) * up, self.down_proj[...]), "down_proj")
+        gate = named(_affine(product, x, self.gate_proj, self.gate_bias), "gate_proj")
+        up = named(_affine(product, x, self.up_proj, self.up_bias), "up_proj")
+        if self.clamp is None:
+            mixed = jax.nn.silu(gate) * up
+        else:
+            gate, up = jnp.minimum(gate, self.clamp), jnp.clip(up, -self.clamp, self.clamp)
+            mixed = gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
+        return named(_affine(product, mixed, self.down_proj, self.down_bias), "down_proj")
+
+
+def _affine(
+    product: Product, x: jax.Array, kernel_EIO: nnx.Param, bias_EO: nnx.Param | None
+) -> jax.Array:
+    y = product(x, kernel_EIO[...])
+    if bias_EO is None:
+        return y
+    # As a kernel of one input, a bias comes to its expert's tokens as any kernel does.
+    return y + product(jnp.ones_like(x[..., :1]), bias_EO[...][:, None, :])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,13 +108,20 @@ Mix = Callable[
 
 
 def route(
-    x_BLD: jax.Array, kernel_DE: jax.Array, top_k: int, *, is_normalized: bool = True
+    x_BLD: jax.Array,
+    kernel_DE: jax.Array,
+    top_k: int,
+    *,
+    is_normalized: bool = True,
+    bias_E: jax.Array | None = None,
 ) -> Routes:
     """Return the `top_k` experts of each token. The product adds up in float32.
 
     If weights are not normalized, they are the experts' part of the softmax over all of them.
     """
     logits_BLE = jnp.einsum("bld,de->ble", x_BLD, kernel_DE, preferred_element_type=jnp.float32)
+    if bias_E is not None:
+        logits_BLE += bias_E.astype(jnp.float32)
     logits_BLK, experts_BLK = jax.lax.top_k(logits_BLE, top_k)
     weights_BLK = jax.nn.softmax(logits_BLK, axis=-1)
     if not is_normalized:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from zeroxla.checkpoint.weights.dequantize import EIGHT_BITS, KEY, Quantized
+from zeroxla.checkpoint.weights.dequantize import KEY, Quantized
 from zeroxla.checkpoint.weights.safetensors_reader import TensorReader
 from zeroxla.checkpoint.weights.safetensors_writer import BESIDE, DTYPES
 from zeroxla.checkpoint.weights.tensor_names import NamedLeaf, format_of
@@ -41,7 +41,7 @@ class Origin:
         """Return one of the tensors that are kept."""
         stored = self.reader.tensors[name]
         whole = tuple(slice(0, n) for n in stored.shape)
-        if self.quantized is not None and stored.dtype in EIGHT_BITS:
+        if self.quantized is not None and self.quantized.holds(stored):
             return self.quantized.read(self.reader, name, whole)
         return self.reader.read(name, whole).astype(np.float32)
 
