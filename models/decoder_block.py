@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from .decoder_config import DecoderConfig
 from .decoder_layers import Attention, Perceptron, Places, dense, norm
-from .moe_layers import Experts, balance_loss, make_mix, route
+from .latent_attention import LatentAttention
+from .moe_layers import Experts, balance_loss, make_mix, route, route_by_sigmoid
 from .rotary import Rotary
 
 
@@ -31,7 +34,8 @@ class Block(nnx.Module):
         self.config = config
         if config.arrangement != "norms_after":
             self.input_layernorm = norm(config, rngs)
-        self.self_attn = Attention(config, kernel, rngs=rngs)
+        attention = Attention if config.latent is None else LatentAttention
+        self.self_attn = attention(config, kernel, rngs=rngs)
         if config.arrangement != "parallel_one_norm":
             self.post_attention_layernorm = norm(config, rngs)
         if config.arrangement == "sandwich":
@@ -49,6 +53,12 @@ class Block(nnx.Module):
                 clamp=experts.clamp,
                 rngs=rngs,
             )
+            shared = experts.shared_hidden
+            self.shared_expert: Perceptron | None = nnx.data(
+                None if shared is None else Perceptron(config, shared, rngs=rngs)
+            )
+            correction = nnx.Param(jnp.zeros(experts.count)) if experts.correction else None
+            self.score_correction: nnx.Param | None = nnx.data(correction)
         else:
             self.mlp = Perceptron(config, rngs=rngs)
 
@@ -106,9 +116,24 @@ class Block(nnx.Module):
         assert experts is not None
         mix = make_mix(experts.routing, experts.capacity_factor)
         kernel_DE = self.router.kernel[...]
-        bias_E = None if self.router.bias is None else self.router.bias[...]
-        routes = route(
-            x_BLD, kernel_DE, experts.top_k, is_normalized=experts.is_normalized, bias_E=bias_E
-        )
+        if experts.scores == "sigmoid":
+            correction = self.score_correction
+            routes = route_by_sigmoid(
+                *(x_BLD, kernel_DE, experts.top_k),
+                correction_E=None if correction is None else correction[...],
+                groups=experts.groups,
+                top_groups=experts.top_groups,
+                is_normalized=experts.is_normalized,
+            )
+        else:
+            bias_E = None if self.router.bias is None else self.router.bias[...]
+            routes = route(
+                x_BLD, kernel_DE, experts.top_k, is_normalized=experts.is_normalized, bias_E=bias_E
+            )
+        if experts.scale != 1:
+            scaled = routes.weights_BLK * experts.scale
+            routes = dataclasses.replace(routes, weights_BLK=scaled)
         y_BLD, statistics = mix(x_BLD, self.experts, routes, real_BL)
+        if self.shared_expert is not None:
+            y_BLD = y_BLD + self.shared_expert(x_BLD)
         return y_BLD, {"balance": balance_loss(routes), **statistics}

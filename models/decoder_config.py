@@ -27,6 +27,14 @@ class ExpertsConfig:
         part of the softmax over all experts.
       dense_layers: the numbers of the layers that have an ordinary perceptron instead.
       bias: whether the router and the products of experts have biases.
+      scores: how logits become the weights of experts: by a softmax over all, or each by its
+        sigmoid.
+      correction: whether a learned number is added to each expert's score where experts are chosen,
+        and nowhere else. It has no gradient. With sigmoids.
+      groups, top_groups: experts are chosen in the `top_groups` groups of so many whose two best
+        have the largest sum. With sigmoids.
+      scale: what the weights are multiplied with.
+      shared_hidden: the hidden units of a perceptron that every token takes besides; None for none.
       clamp: the largest value of a gate, and size of an up, in experts that give
         gate * sigmoid(1.702 gate) * (up + 1); None for silu(gate) * up without limits.
     """
@@ -41,9 +49,45 @@ class ExpertsConfig:
     dense_layers: tuple[int, ...] = ()
     bias: bool = False
     clamp: float | None = None
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    correction: bool = False
+    groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0
+    shared_hidden: int | None = None
 
     def __post_init__(self) -> None:
         check_experts(self.count, self.top_k)
+        size, rest = divmod(self.count, max(self.groups, 1))
+        fits = not rest and (self.groups == 1 or size > 1) and 1 <= self.top_groups <= self.groups
+        if not fits or self.top_k > self.top_groups * size:
+            raise ValueError(
+                f"{self.count} experts in groups={self.groups}, top_groups={self.top_groups}, "
+                f"top_k={self.top_k}: groups are of one size, at least 2, and those that are chosen "
+                "hold top_k experts"
+            )
+        if self.scores == "softmax" and (self.correction or self.groups > 1):
+            raise ValueError(
+                f"correction={self.correction}, groups={self.groups} with "
+                'scores="softmax": only sigmoids have them; give scores="sigmoid"'
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentConfig:
+    """Keys and values of all heads from one narrow array; see `latent_attention.py`.
+
+    Attributes:
+      query_rank: the width of a narrow array that queries come from; None for none.
+      rank: C, the width of the one that keys and values come from.
+      rotated: R, the numbers of a head, its last ones, that are rotated. In keys all heads share them.
+      value_width: V, the width of a head's values.
+    """
+
+    query_rank: int | None
+    rank: int
+    rotated: int
+    value_width: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,6 +122,8 @@ class DecoderConfig:
       qk_norm: what queries and keys are normalized over, before the rotation. "head": each head, all
         with one scale. "heads": each head, with a scale of its own. "all": all heads together. None
         for no norm.
+      latent: keys and values from a narrow array; None for products of their own. Then heads have
+        their own keys, K = N, and `qkv_bias` is of the products that give narrow arrays.
       sinks: whether each head has one more key with a learned score and the value 0.
       score_scale: what scores are multiplied with; None means 1 / sqrt(H).
       score_cap: the largest size of a score; None for no limit.
@@ -116,6 +162,7 @@ class DecoderConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: Literal["head", "heads", "all"] | None = None
+    latent: LatentConfig | None = None
     sinks: bool = False
     score_scale: float | None = None
     score_cap: float | None = None
@@ -158,6 +205,20 @@ class DecoderConfig:
             raise ValueError(
                 f"rotary={self.rotary}, rotated={self.rotated}: give rotary, and for each of the "
                 f"{self.layers} layers whether its heads are rotated"
+            )
+        if self.latent is not None and (
+            self.kv_heads != self.heads
+            or self.positions != "rotary"
+            or self.qk_norm is not None
+            or self.sinks
+            or self.rotary is None
+            or self.rotary.width != self.latent.rotated
+        ):
+            raise ValueError(
+                f"latent={self.latent} with kv_heads={self.kv_heads} of {self.heads} heads, "
+                f"rotary={self.rotary}, qk_norm={self.qk_norm}, sinks={self.sinks}: latent "
+                "attention has keys for each head, rotary positions of its own width, no norm of "
+                "heads and no sinks"
             )
         if self.qk_norm == "heads" and self.norm != "layer_no_bias":
             raise ValueError(

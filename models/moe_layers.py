@@ -79,11 +79,12 @@ class Routes:
     """Where the router sends each token.
 
     Attributes:
-      logits_BLE: the router's logits, float32.
-      experts_BLK: the K experts with the largest logits, int32. Of equal logits the first expert's
-        counts as larger.
+      logits_BLE: the router's logits, float32, whose softmax is the experts' shares.
+      experts_BLK: the K experts of each token, int32: those with the largest logits, or as
+        `route_by_sigmoid` chooses. Of equal numbers the first expert's counts as larger.
       weights_BLK: their shares in the token's output, float32: the softmax of their logits, which
-        is the softmax over all experts, divided by what it gives the K; or not divided.
+        is the softmax over all experts, divided by what it gives the K; or not divided; or times
+        a constant.
     """
 
     logits_BLE: jax.Array
@@ -128,6 +129,46 @@ def route(
         total_BL1 = jax.nn.logsumexp(logits_BLE, axis=-1, keepdims=True)
         weights_BLK = jnp.exp(logits_BLK - total_BL1)
     return Routes(logits_BLE=logits_BLE, experts_BLK=experts_BLK, weights_BLK=weights_BLK)
+
+
+def route_by_sigmoid(
+    x_BLD: jax.Array,
+    kernel_DE: jax.Array,
+    top_k: int,
+    *,
+    correction_E: jax.Array | None = None,
+    groups: int = 1,
+    top_groups: int = 1,
+    is_normalized: bool = True,
+) -> Routes:
+    """Return the `top_k` experts of each token by the sigmoids of their logits, in float32.
+
+    The logits of the routes are the logarithms of the sigmoids, so a softmax of them is the
+    sigmoids divided by their sum.
+
+    Args:
+      x_BLD, kernel_DE, top_k: as for `route`.
+      correction_E: is added to the sigmoids where experts are chosen; it has no gradient.
+      groups, top_groups: experts are chosen in the groups whose two best have the largest sum.
+      is_normalized: whether the sigmoids of the K are divided by their sum.
+
+    Source: DeepSeek-V3, arXiv 2412.19437, section 2.1.2.
+    """
+    logits_BLE = jnp.einsum("bld,de->ble", x_BLD, kernel_DE, preferred_element_type=jnp.float32)
+    logits_BLE = jax.nn.log_sigmoid(logits_BLE)
+    scores_BLE = jax.lax.stop_gradient(jnp.exp(logits_BLE))
+    if correction_E is not None:
+        scores_BLE += jax.lax.stop_gradient(correction_E.astype(jnp.float32))
+    if groups > 1:
+        grouped = scores_BLE.reshape(*scores_BLE.shape[:2], groups, -1)
+        best_two = jax.lax.top_k(grouped, 2)[0].sum(axis=-1)
+        chosen = jax.lax.top_k(best_two, top_groups)[1][..., None] == jnp.arange(groups)
+        grouped = jnp.where(chosen.any(axis=2)[..., None], grouped, -jnp.inf)
+        scores_BLE = grouped.reshape(scores_BLE.shape)
+    experts_BLK = jax.lax.top_k(scores_BLE, top_k)[1]
+    logits_BLK = jnp.take_along_axis(logits_BLE, experts_BLK, axis=-1)
+    weights = jax.nn.softmax(logits_BLK, axis=-1) if is_normalized else jnp.exp(logits_BLK)
+    return Routes(logits_BLE=logits_BLE, experts_BLK=experts_BLK, weights_BLK=weights)
 
 
 def balance_loss(routes: Routes) -> jax.Array:

@@ -2,6 +2,7 @@
 
 from .cohere import COHERE, COHERE2
 from .decoder_format import DecoderFormat
+from .deepseek import DEEPSEEK_V3
 from .experts import GPT_OSS, GRANITE_MOE, MIXTRAL, QWEN3_MOE
 from .gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3_IMAGES
 from .layer_norm import BLOOM, GPT_NEOX, GPTJ, OPT
@@ -24,7 +25,7 @@ FAMILIES: dict[str, DecoderFormat] = {
         *(MISTRAL, QWEN2, QWEN3, PHI3, GLM, CHATGLM),
         *(GRANITE, SMOLLM3, OLMO2, OLMO3, COHERE, COHERE2),
         *(GEMMA, GEMMA2, GEMMA3, GEMMA3_IMAGES),
-        *(MIXTRAL, QWEN3_MOE, GRANITE_MOE, GPT_OSS),
+        *(MIXTRAL, QWEN3_MOE, GRANITE_MOE, GPT_OSS, DEEPSEEK_V3),
         *(GPT_NEOX, GPTJ, OPT, BLOOM),
     )
 }
