@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import operator
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 from flax import traverse_util
 
 from zeroxla.checkpoint.about import About
@@ -29,7 +33,7 @@ from zeroxla.program.paths import Path as Name
 from zeroxla.program.shapes import shapes_of
 from zeroxla.step.islands.island import Island
 from zeroxla.step.islands.saved_island import OUTER, SavedIsland
-from zeroxla.step.state import TrainState
+from zeroxla.step.state import TrainState, check_is_state
 from zeroxla.step.step import Step
 
 
@@ -183,18 +187,28 @@ class Checkpointer:
         """
         return self._store.about(self._store.listed(number, self._report))
 
-    def restore(self, like: Step | TrainState | Island, number: int | None = None) -> Restored:
+    def restore(
+        self,
+        like: Step | TrainState | Island,
+        number: int | None = None,
+        *,
+        island_own: bool = False,
+    ) -> Restored:
         """Read a state onto a mesh, of any size.
+
+        From an island's checkpoint, a step or a state is given the parameters that all islands
+        share, which are evaluated; an `Island` its own, from which it trains on.
 
         Args:
           like: a step that has seen a batch (`init` or `abstract_state`), or the state's shapes
             with shardings (`Step.abstract_state`), or a state; or an `Island` whose step has seen a
             batch.
           number: the number of steps taken. None means the newest undamaged checkpoint.
+          island_own: read an island's own parameters also into a step or a state.
 
         Raises:
-          ValueError: there is no checkpoint, it is damaged, of another model or optimizer, or from
-            a newer zeroxla.
+          ValueError: there is no checkpoint, it is damaged, of another model or optimizer, from a
+            newer zeroxla, or no island's that has what is asked for.
 
         Cost: reads all files once to check them; then each device's part is read once more. Host
         memory: the shards, and 256 MiB of arrays on their way, or the largest array if that is
@@ -207,11 +221,16 @@ class Checkpointer:
             island, like = like.shapes(), like.step
         shapes = like.shapes() if isinstance(like, Step) else like
         wanted = entries(shapes)
-        if island is not None and any(path[0] == OUTER for path in about.leaves):
+        names: Mapping[Name, Name] = {}
+        if island is None:
+            names = about.parameters(island_own=island_own)
+        elif "numbers" in (about.outer or {}):
             wanted |= outer_entries(island)
         about.check(wanted)
+        if any(path != name for path, name in names.items()):  # wires remember the own ones
+            wanted = {path: entry for path, entry in wanted.items() if path[0] != WIRES}
         wanted = self._with_wires(about, wanted)
-        read = functools.partial(self._store.read_entries, number)
+        read = functools.partial(self._read, number, names)
         in_memory, on_disk = by_place(wanted)
         arrays: dict[Name, Any] = {**read(in_memory)}
         if on_disk:
@@ -223,16 +242,22 @@ class Checkpointer:
         return Restored(number=number, state=state, position=about.position)
 
     def restore_params(
-        self, like: TrainState | None = None, pattern: str = "", number: int | None = None
+        self,
+        like: TrainState | None = None,
+        pattern: str = "",
+        number: int | None = None,
+        *,
+        island_own: bool = False,
     ) -> Any:
-        """Read parameters only, or some of them.
+        """Read parameters only, or some of them; of an island's checkpoint, those that all islands
+        share.
 
         Args:
           like: a state. The parameters that are read replace its own; the others stay. None returns
             NumPy arrays.
           pattern: a regular expression, searched in paths such as "h/attn/c_attn/kernel".
             Parameters with a match are read.
-          number: as in `restore`.
+          number, island_own: as in `restore`.
 
         Returns:
           The state; or a nested dict of NumPy arrays in natural shapes, float32.
@@ -252,12 +277,14 @@ class Checkpointer:
                 f"no parameter of the checkpoint of step {number} matches {pattern!r}; they are "
                 + ", ".join(slashed(p[1:]) for p in about.leaves if p[0] == "params")
             )
+        names = about.parameters(island_own=island_own)
         if like is None:
-            shapes = shapes_of({path: about.leaves[path] for path in chosen})
-            return traverse_util.unflatten_dict(self._store.read(number, shapes))["params"]
+            shapes = shapes_of({names[path]: about.leaves[path] for path in chosen})
+            arrays = self._store.read(number, shapes)
+            return traverse_util.unflatten_dict({p: arrays[names[p]] for p in chosen})["params"]
         found = entries(like)
         about.check(found, chosen)
-        read = functools.partial(self._store.read_entries, number)
+        read = functools.partial(self._read, number, names)
         arrays, on_disk = by_place({path: found[path] for path in chosen})
         # The wire state belongs to other weights.
         new = dataclasses.replace(like, params=with_params(like, read(arrays)), wire_state=None)
@@ -276,6 +303,14 @@ class Checkpointer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _read(
+        self, number: int, names: Mapping[Name, Name], wanted: Mapping[Name, Entry]
+    ) -> dict[Name, jax.Array]:
+        """Read arrays onto a mesh, some of them under other names."""
+        stored = {names.get(path, path): entry for path, entry in wanted.items()}
+        found = self._store.read_entries(number, stored)
+        return {path: found[names.get(path, path)] for path in wanted}
 
     def _with_wires(self, about: About, wanted: dict[Name, Entry]) -> dict[Name, Entry]:
         """Leave out the wire state unless all of it fits."""
