@@ -60,6 +60,8 @@ class Checkpointer:
     nodes and devices, with other options. It is written into a temporary folder that is renamed
     when all files are on disk, so every listed checkpoint is whole. Every file has a checksum.
 
+    A save that is under way when the interpreter ends is finished first, also after an exception.
+
     In a run of several processes all must make a `Checkpointer`, and make the same calls.
 
     Args:
@@ -132,14 +134,25 @@ class Checkpointer:
           Whether it was saved; False also if it was there already.
 
         Raises:
+          ValueError: the number is no whole number of 0 or more, the state is none or was donated
+            to a step, or this was closed.
           SaveError: the disk is full or the folder not writable. Earlier checkpoints stay whole.
             A failure in the background is reported by the next call that saves or reads. `wait`
-            and `close` raise it, unless another save has begun by then.
+            and `close` raise it, unless another save has begun by then. If none of them is called,
+            the process ends with a line about it and status 1.
 
         Cost: waits for the save before. Then each device copies its shards to its host, except on
         CPUs; with `asynchronous=False` it waits until all is on disk. Host memory: the copy, until
         it is written.
         """
+        if self._store.is_closed:
+            raise ValueError(
+                f"save({number}) after close: this Checkpointer of {self.folder} has ended; make "
+                "another one, or close it later"
+            )
+        number = _number_of_steps(number)
+        island = state if isinstance(state, SavedIsland) else SavedIsland(inner=state)
+        check_is_state(island.inner, whole=True)
         if number % self.every and not force:
             return False
         self._store.wait_and_report(self._report)
@@ -147,7 +160,6 @@ class Checkpointer:
             if self._store.damage(number) is None:
                 return False
             self._store.delete(number)
-        island = state if isinstance(state, SavedIsland) else SavedIsland(inner=state)
         found = entries(island.inner) | outer_entries(island)
         about = About.of(
             number, island.inner, found, position=position, config=config, outer=island.facts
@@ -324,6 +336,23 @@ class Checkpointer:
                 "or other formats, and starts anew"
             )
         return {path: entry for path, entry in wanted.items() if path[0] != WIRES}
+
+
+def _number_of_steps(number: Any) -> int:
+    """Return a number of steps, of Python, NumPy or JAX, as an int.
+
+    Raises:
+      ValueError: it is none.
+    """
+    found = -1
+    if not isinstance(number, bool | np.bool_):
+        with contextlib.suppress(TypeError):
+            found = operator.index(number)
+    if found < 0:
+        raise ValueError(
+            f"save({number!r}, ...): the number of steps taken is a whole number of 0 or more"
+        )
+    return found
 
 
 def _warn(text: str) -> None:
