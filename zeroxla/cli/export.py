@@ -39,6 +39,9 @@ class ExportOptions:
     """Write the adapters alone, in PEFT's format. Default: all weights, the adapters merged."""
     step: int | None = None
     """Step of the checkpoint to export. Default: the newest checkpoint that is not damaged."""
+    island_own: bool = False
+    """Export an island's own parameters. Default: those that all islands share, whose loss the run
+    reports."""
     format: Literal["safetensors"] = "safetensors"
     """Format of the files."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -105,6 +108,7 @@ def export(options: ExportOptions) -> int:
                 base=None if base is None else str(base),
                 dtype=options.dtype,
                 progress=progress,
+                island_own=options.island_own,
             )
         else:
             files = export_params(
@@ -115,6 +119,7 @@ def export(options: ExportOptions) -> int:
                 max_shard_size=options.max_shard_size,
                 config={name: x for name, x in config.items() if name not in _OF_THE_TENSORS},
                 progress=progress,
+                island_own=options.island_own,
             )
     kept = [run / MODEL / name for name in BESIDE if name != "config.json"]
     for file in filter(Path.is_file, (*kept, run / TEMPLATE)):

@@ -42,6 +42,7 @@ def export_params(
     config: Mapping[str, Any] | None = None,
     like: str | Path | None = None,
     progress: Callable[[int, int], None] | None = None,
+    island_own: bool = False,
 ) -> list[Path]:
     """Write parameters as safetensors, with Hugging Face's names if the model has them.
 
@@ -69,6 +70,8 @@ def export_params(
         model has no part in (the images of Gemma 3) are copied. Needs a model, and all processes
         must see the folder.
       progress: called after each leaf with the bytes written so far and the bytes of all tensors.
+      island_own: write an island's own parameters. By default its checkpoint gives those that all
+        islands share, which are evaluated.
 
     Returns:
       The files with tensors, in order.
@@ -102,7 +105,7 @@ def export_params(
         plan = _plan(leaves, dtype, max_shard_size, origin)
         return ExportLayout(source=merged, leaves=leaves, plan=plan, others=others, origin=origin)
 
-    return export_leaves(source, folder, lay_out, progress)
+    return export_leaves(source, folder, lay_out, progress, island_own)
 
 
 def _merged(source: WeightSource, model: Any) -> tuple[WeightSource, Any]:

@@ -44,11 +44,12 @@ def export_leaves(
     folder: str | Path,
     lay_out: Callable[[WeightSource], ExportLayout],
     progress: Callable[[int, int], None] | None,
+    island_own: bool = False,
 ) -> list[Path]:
     """Write an export, in the first process; see `export_params`.
 
     Args:
-      source, folder, progress: as for `export_params`.
+      source, folder, progress, island_own: as for `export_params`.
       lay_out: returns the contents; it may raise a ValueError.
     """
     folder = Path(folder).expanduser()
@@ -57,7 +58,7 @@ def export_leaves(
     def prepare() -> ExportLayout | None:
         if not is_writer and not isinstance(source, TrainState):
             return None  # this process may not see the folder of a checkpoint
-        layout = lay_out(open_source(source))
+        layout = lay_out(open_source(source, island_own=island_own))
         if is_writer:
             _make_folder(folder, layout.plan)
         return layout

@@ -173,6 +173,8 @@ class TrainJob(Job[TrainOptions, Output]):
                 self.record(waiting)
                 waiting = None
                 if evaluate:
+                    if save and self.island is not None:  # The checkpoint has what is evaluated.
+                        self.state = self.island.settle(self.state)
                     self.evaluate()
                 elif save:
                     self.check_loss()

@@ -3,6 +3,7 @@ have them."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -56,3 +57,15 @@ def compute_on_host(fun: Callable[..., list[jax.Array]]) -> Callable[..., list[j
     """
     decorate: Any = getattr(compute_on, "compute_on2", None) or compute_on.compute_on
     return decorate(fun, compute_type="device_host", out_memory_spaces=jax.memory.Space.Host)
+
+
+def before_threads_end(function: Callable[[], None]) -> None:
+    """Call a function at the interpreter's end, while executors still take work.
+
+    Handlers of `atexit` come too late for that: from Python 3.9 on the executors of
+    `concurrent.futures` have ended by then. They end in a handler of `threading`, which is called
+    after those that are registered later. A Python without such handlers calls nothing.
+    """
+    register = getattr(threading, "_register_atexit", None)
+    if register is not None:
+        register(function)
