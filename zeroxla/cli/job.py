@@ -10,7 +10,7 @@ import abc
 import contextlib
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -30,6 +30,7 @@ from zeroxla.cli.run_folder import CHECKPOINTS, NoRunFolder, RunFolder
 from zeroxla.cli.run_lock import check_free
 from zeroxla.cli.run_sections import read_section
 from zeroxla.cli.tracking.observer import Observer
+from zeroxla.cli.train.chosen import Setting
 from zeroxla.cli.train.output import Output, resume_command
 from zeroxla.mesh.processes.environment import STARTED
 from zeroxla.mesh.processes.exchange import agree, exchange, on_first
@@ -57,6 +58,7 @@ class Job(abc.ABC, Generic[_Options, _Output]):
       done: the number of steps that the state has taken.
       bar: the progress bar, while the loop runs.
       observer: the trackers, the profile and the seconds by phase.
+      settings: what was chosen, and why; a table at the start shows it.
     """
 
     command: ClassVar[str]
@@ -70,6 +72,7 @@ class Job(abc.ABC, Generic[_Options, _Output]):
     checkpoints: Checkpointer
     held: HeldRun
     bar: Progress
+    settings: Sequence[Setting] = ()
 
     def __init__(
         self, options: _Options, mesh: Mesh, output: _Output, slot: int | None = None
@@ -205,6 +208,7 @@ class Job(abc.ABC, Generic[_Options, _Output]):
 
     def _run(self) -> int:
         self.output.setup(self.mesh, self.source)
+        self.output.settings(self.settings)
         if self.options.output.resume:
             self.output.print(f"Resuming {self.path} after {self.unit} {self.done}")
         if self.done > self.num_steps:

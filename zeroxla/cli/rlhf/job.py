@@ -82,7 +82,7 @@ class RlhfJob(Job[RlhfOptions, RlhfOutput]):
             optimizer = learning.make(learning.learning_rate)
             critic_optimizer = learning.make(learning.critic_learning_rate)
         else:
-            learning.check_own(("learning_rate", "critic_learning_rate"))
+            learning.check_own(type(learning)())
         return make_loop(
             self.start.choice.model,
             self.start.mesh,

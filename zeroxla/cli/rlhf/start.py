@@ -26,7 +26,7 @@ from zeroxla.cli.run_folder import CHECKPOINTS, check_command, has_checkpoint, r
 from zeroxla.cli.run_sections import stored_options
 from zeroxla.cli.train.model import MODEL, ModelChoice, choose, with_plan
 from zeroxla.cli.train.options import TrainOptions
-from zeroxla.cli.train.setup import USUAL, optimizer_for, schedule_for
+from zeroxla.cli.train.setup import optimizer_for, schedule_for
 from zeroxla.cli.zero_options import zero_config
 from zeroxla.config.zero_config import ZeroConfig
 from zeroxla.mesh.batches import process_shard
@@ -79,7 +79,7 @@ class Start:
         choice = choose(before, folder)
         text = before.text
         corpus = choice.vocabulary.corpus(data.load_corpus(text.data, holdout=text.holdout))
-        config = zero_config(options, USUAL, deepspeed=kept_deepspeed(options.zero, run))
+        config = zero_config(options, {}, deepspeed=kept_deepspeed(options.zero, run))
         without = dataclasses.replace(config, optimizer=None)
         stages = options.pipeline
         model = staged(choice.model, stages)

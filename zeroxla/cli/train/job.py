@@ -15,6 +15,7 @@ from zeroxla.cli.divergence import Divergence
 from zeroxla.cli.interrupt import StopRequest
 from zeroxla.cli.job import Job
 from zeroxla.cli.run_job import run_job
+from zeroxla.cli.train.chosen import settled
 from zeroxla.cli.train.feed import Feed
 from zeroxla.cli.train.island import (
     AsIsland,
@@ -27,8 +28,11 @@ from zeroxla.cli.train.make_task import make_task
 from zeroxla.cli.train.options import TrainOptions
 from zeroxla.cli.train.output import Output
 from zeroxla.cli.train.plot import plot_run
+from zeroxla.cli.train.preferences import PreferencesTask
 from zeroxla.cli.train.setup import (
+    check_batch,
     config_for,
+    deepspeed_of,
     mesh_for,
     optimizer_for,
     schedule_for,
@@ -66,9 +70,17 @@ class TrainJob(Job[TrainOptions, Output]):
     ) -> None:
         super().__init__(options, mesh, output, slot)
         self.state: Any  # a TrainState, or an IslandState; None until it is made
-        config = config_for(options, mesh, self.path if options.output.resume else None)
         run = self.path if options.output.resume else None
+        check_batch(options, mesh)  # before the data is read
         self.task = make_task(options, run, output.warn)
+        options, self.settings = settled(
+            options,
+            preferences=isinstance(self.task, PreferencesTask),
+            folder=getattr(getattr(self.task, "choice", None), "config", None),
+            run=run,
+        )
+        self.options = options
+        config = config_for(options, mesh, run)
         self.schedule, optimizer = None, config.optimizer
         if not takes_file_optimizer(options, config):
             self.schedule = schedule_for(options)
@@ -108,7 +120,7 @@ class TrainJob(Job[TrainOptions, Output]):
 
     def keep(self) -> None:
         self.task.keep(self.path)
-        keep_deepspeed(self.options.zero, self.path)
+        keep_deepspeed(self.options.zero, self.path, deepspeed_of(self.options, None))
 
     def restore(self) -> None:
         if self.island is None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import shlex
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 from rich.text import Text
 
+from zeroxla.cli.train.chosen import Setting
 from zeroxla.cli.train.program_reports import ProgramReports
 from zeroxla.cli.train.stages import Stages
 from zeroxla.step.state import TrainState
@@ -44,6 +47,14 @@ class Output:
         simulated = " (simulated)" if devices[0].platform == "cpu" else ""
         self.print(f"Mesh: {axes}, {devices[0].device_kind} devices{simulated}")
         self.print(source)
+
+    def settings(self, settings: Sequence[Setting]) -> None:
+        """Print the settings of the run, and who chose each or why it was chosen."""
+        if settings:
+            table = Table("setting", "value", "why", title="Settings")
+            for row in settings:
+                table.add_row(Text(row.name), Text(row.value), Text(row.why))
+            self.console.print(table)
 
     def program(
         self, step: Step, state: TrainState, batch: Any, stages: Stages | None
