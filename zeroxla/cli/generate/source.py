@@ -11,6 +11,7 @@ from typing import Any
 
 from zeroxla.cli.data.chat_template import DEFAULT, TEMPLATE, ChatTemplate, read_template
 from zeroxla.cli.data.vocabulary import Vocabulary
+from zeroxla.cli.inputs import check_source
 from zeroxla.cli.run_folder import CONFIG, read_config
 from zeroxla.cli.stored_run import StoredRun
 from zeroxla.cli.train.chosen import folder_dtype
@@ -44,11 +45,7 @@ class TextSource:
           ValueError: there is no model that generates text.
         """
         folder = folder.expanduser()
-        if not folder.is_dir():
-            raise ValueError(
-                f"{folder} is no folder; give the folder of a model in Hugging Face's format "
-                "(nothing is downloaded), or of a run of zeroxla train or rlhf"
-            )
+        check_source(folder)
         if (folder / CONFIG).is_file() and "model_type" in read_config(folder):
             choice = from_folder(folder)
             return TextSource(folder=folder, choice=choice, run=None, model=choice.model)

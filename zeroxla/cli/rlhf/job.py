@@ -140,10 +140,10 @@ class RlhfJob(Job[RlhfOptions, RlhfOutput]):
         source = source_of(self.options)
         if source is None:
             total = self.start.options.training.steps
-            with self.output.progress(total, 0, "learning text") as bar:
+            with self.output.progress(total, 0, "learning text", unit="text step") as bar:
 
                 def done(number: int, loss: float) -> None:
-                    bar.update(bar.task_ids[0], completed=number, status=f"loss {loss:.3f}")
+                    bar.update(number, f"loss {loss:.3f}")
 
                 start = self.start.learned(done)
         else:
@@ -172,7 +172,7 @@ class RlhfJob(Job[RlhfOptions, RlhfOutput]):
             self.log(self.done, metrics)
             shown = ", ".join(f"{name} {metrics[name]:.3f}" for name in SHOWN)
             seconds = sum(value for name, value in metrics.items() if name.endswith("_s"))
-            self.show_progress(self.done, f"{shown}, {seconds:.1f} s")
+            self.bar.update(self.done, f"{shown}, {seconds:.1f} s")
             self.watch(metrics)
             if self.is_due(self.options.output.save_every) and self.may_save():
                 self.save()

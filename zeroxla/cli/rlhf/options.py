@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from zeroxla.cli.adapter_options import AdapterOptions
 from zeroxla.cli.mesh_options import MeshOptions, PipelineOptions
@@ -21,8 +21,10 @@ from zeroxla.cli.zero_options import (
     ZeroOptions,
     check_offload,
 )
-from zeroxla.rlhf.make import Storage
 from zeroxla.rlhf.settings import Settings
+
+if TYPE_CHECKING:
+    from zeroxla.rlhf.make import Storage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +126,8 @@ class RlhfRunOptions:
     """Iterations between checkpoints. There is always one at the end and on Ctrl-C."""
     keep: int = 2
     """Number of checkpoints to keep."""
+    log_every: int = 1
+    """Iterations between the lines that tell of the training where the output is no terminal."""
     samples: int = 4
     """Number of responses that are printed and written as text, before and after training; 0 for
     none."""
@@ -165,6 +169,7 @@ class RlhfOptions(JobOptions):
                 "pipeline.pipe": 1,
                 "output.save_every": 1,
                 "output.keep": 1,
+                "output.log_every": 1,
                 "output.samples": 0,
                 **LEAST,
             }
@@ -181,8 +186,7 @@ class RlhfOptions(JobOptions):
                 "--reward brief: without an end token all responses are equally long; give --eos, "
                 "such as 10 for the end of a line"
             )
-        # Values that these refuse are refused here, too.
-        _ = self.settings, self.as_train(), self.as_storage().with_adapters(None)
+        _ = self.settings, self.as_train()  # values that these refuse are refused here, too
 
     @property
     def settings(self) -> Settings:
@@ -205,6 +209,8 @@ class RlhfOptions(JobOptions):
 
     def as_storage(self) -> Storage:
         """Return the storage of actor and reference."""
+        from zeroxla.rlhf.make import Storage  # here, because --help need not wait for JAX
+
         own = self.storage
         targets = {} if own.lora_targets is None else {"targets": own.lora_targets}
         return Storage(

@@ -151,15 +151,22 @@ class RunOptions:
     """Steps between evaluations. The last step is always evaluated. alexnet: 20."""
     eval_batches: int = 16
     """Validation batches per evaluation, always the same ones. alexnet: 8."""
+    metric: tuple[str, ...] = ()
+    """Metrics of your own, each as MODULE:FUNCTION or FILE.py:FUNCTION: a function of (logits,
+    batch) in JAX that returns a number for each target. Evaluations show their means."""
+    log_every: int = 10
+    """Steps between the lines that tell of the training where the output is no terminal."""
     save_every: int = 100
     """Steps between checkpoints. There is always one at the end and on Ctrl-C. alexnet: 20."""
     keep: int = 2
     """Number of checkpoints to keep."""
-    prompt: str = "def "
+    prompt: str | None = None
     """Text that the trained model continues at the end. A model that was trained on conversations
-    is given it as what the user says."""
+    is given it as what the user says. Default: of rows, a question that was held out, beside whose
+    answer the reference is shown; otherwise "def "."""
     sample_bytes: int = 300
-    """Length of that continuation, in bytes (with --init, tokens). 0 prints none."""
+    """Largest length of that continuation or answer, in bytes (with --init, tokens). 0 prints
+    none."""
     temperature: float = 0.7
     """Sampling temperature. 0 takes the likeliest byte each time."""
 
@@ -217,6 +224,7 @@ class TrainOptions(JobOptions):
                 "pipeline.pipe": 1,
                 "output.eval_every": 1,
                 "output.eval_batches": 1,
+                "output.log_every": 1,
                 "output.save_every": 1,
                 "output.keep": 1,
                 "output.sample_bytes": 0,
