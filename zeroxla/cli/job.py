@@ -57,7 +57,7 @@ class Job(abc.ABC, Generic[_Options, _Output]):
       done: the number of steps that the state has taken.
       bar: the progress bar, while the loop runs.
       observer: the trackers, the profile and the seconds by phase.
-      settings: what was chosen, and why; a table at the start shows it.
+      chosen: the settings, and why they are so; a table at the start shows them.
     """
 
     command: ClassVar[str]
@@ -71,7 +71,7 @@ class Job(abc.ABC, Generic[_Options, _Output]):
     checkpoints: Checkpointer
     held: HeldRun
     bar: LoopProgress
-    settings: Sequence[Setting] = ()
+    chosen: Sequence[Setting] = ()
 
     def __init__(
         self, options: _Options, mesh: Mesh, output: _Output, slot: int | None = None
@@ -207,7 +207,7 @@ class Job(abc.ABC, Generic[_Options, _Output]):
 
     def _run(self) -> int:
         self.output.setup(self.mesh, self.source)
-        self.output.settings(self.settings)
+        self.output.settings(self.chosen)
         if self.options.output.resume:
             self.output.print(f"Resuming {self.path} after {self.unit} {self.done}")
         if self.done > self.num_steps:

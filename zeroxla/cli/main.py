@@ -138,8 +138,8 @@ def _no_devices(error: BaseException) -> str | None:
     JAX raises a RuntimeError that tells the reason, or a bare AssertionError where its plugin for
     the platform finds nothing.
     """
-    frames = traceback.walk_tb(error.__traceback__)
-    if not any(f.f_code.co_filename.endswith("xla_bridge.py") for f, _ in frames):
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not any(x.co_name == "backends" and "xla_bridge" in x.co_filename for x in codes):
         return None
     asked = os.environ.get("JAX_PLATFORMS")
     lines = str(error).strip().splitlines()

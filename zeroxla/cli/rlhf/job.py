@@ -60,6 +60,8 @@ class RlhfJob(Job[RlhfOptions, RlhfOutput]):
         super().__init__(options, mesh, output)
         self.settings = options.settings
         self.start = Start.of(options, mesh, self.path if options.output.resume else None)
+        self.options = options = self.start.rlhf
+        self.chosen = self.start.chosen
         self.prompts = self.start.prompts(options)
         vocabulary = self.start.choice.vocabulary
         self.reward = TextReward(function=REWARDS[options.task.reward], decode=vocabulary.decode)
@@ -79,10 +81,10 @@ class RlhfJob(Job[RlhfOptions, RlhfOutput]):
         learning, config = self.options.learning, self.start.config
         optimizer = critic_optimizer = config.optimizer
         if optimizer is None or learning.optimizer is not None:
+            assert learning.learning_rate is not None
+            assert learning.critic_learning_rate is not None  # `settled_rlhf` has chosen them
             optimizer = learning.make(learning.learning_rate)
             critic_optimizer = learning.make(learning.critic_learning_rate)
-        else:
-            learning.check_own(type(learning)())
         return make_loop(
             self.start.choice.model,
             self.start.mesh,

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from zeroxla.cli.deepspeed_file import (
     contents,
@@ -17,6 +17,9 @@ from zeroxla.cli.deepspeed_file import (
 )
 from zeroxla.cli.option_groups import flag
 from zeroxla.cli.train.options import ALEXNET, TrainOptions
+
+if TYPE_CHECKING:
+    from zeroxla.cli.rlhf.options import RlhfOptions
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -144,14 +147,60 @@ def settled(
     return _with_dtype(options, rows, said_dtype(values), of_file, folder, run)
 
 
+def settled_rlhf(
+    options: RlhfOptions,
+    before: TrainOptions,
+    folder: Mapping[str, Any] | None,
+    run: Path | None = None,
+) -> tuple[RlhfOptions, list[Setting]]:
+    """Return options of `zeroxla rlhf` in which everything is chosen that was left open, and the
+    table of settings; see `settled`.
+
+    Args:
+      options: the options.
+      before: those that made the model at the start.
+      folder, run: as for `settled`.
+    """
+    learning = options.learning
+    new = before.model.init is None or run is not None
+    adapters = options.storage.lora_rank is not None
+    # DeepSeekMath (arXiv 2402.03300) trains with 1e-6 by GRPO; adapters take ten times as much.
+    actor, critic = (1e-3, 3e-3) if new else (1e-5 if adapters else 1e-6, 1e-5)
+    usual = {"learning_rate": actor, "critic_learning_rate": critic}
+    kind = "a small new model" if new else "a trained model's adapters" * adapters or "all weights"
+    missing = {name: x for name, x in usual.items() if getattr(learning, name) is None}
+    why = {
+        name: f"usual for {kind}" if name in missing else f"given: {flag(name)}" for name in usual
+    }
+    if run is not None:
+        why = dict.fromkeys(usual, "as the run began")
+    values = contents(kept_deepspeed(options.zero, run))
+    of_file = f"--deepspeed {options.zero.deepspeed}"
+    chosen = dataclasses.replace(learning, **missing)
+    if says_optimizer(values) and learning.optimizer is None:
+        if run is None:
+            learning.check_own(type(learning)())
+        rows = [Setting("optimizer and rates", "the file's", of_file)]
+    else:
+        rate, of_critic = chosen.learning_rate, chosen.critic_learning_rate
+        rows = [Setting("learning rate", f"{rate:g}, constant", why["learning_rate"])]
+        if options.task.algorithm == "ppo":
+            rows.append(Setting("critic", f"{of_critic:g}", why["critic_learning_rate"]))
+    options = dataclasses.replace(options, learning=chosen)
+    return _with_dtype(options, rows, said_dtype(values), of_file, folder, run)
+
+
+_Options = TypeVar("_Options", "TrainOptions", "RlhfOptions")
+
+
 def _with_dtype(
-    options: TrainOptions,
+    options: _Options,
     rows: list[Setting],
     in_file: str | None,
     of_file: str,
     folder: Mapping[str, Any] | None,
     run: Path | None,
-) -> tuple[TrainOptions, list[Setting]]:
+) -> tuple[_Options, list[Setting]]:
     """Choose the dtype of the computation, and add its row."""
     zero = options.zero
     if zero.compute_dtype is not None:

@@ -80,7 +80,7 @@ class TrainJob(Job[TrainOptions, Output]):
         run = self.path if options.output.resume else None
         check_batch(options, mesh)  # before the data is read
         self.task = make_task(options, run, output.warn)
-        options, self.settings = settled(
+        options, self.chosen = settled(
             options,
             preferences=isinstance(self.task, PreferencesTask),
             folder=getattr(getattr(self.task, "choice", None), "config", None),

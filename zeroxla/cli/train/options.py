@@ -158,7 +158,7 @@ class RunOptions:
     """Steps between the lines that tell of the training where the output is no terminal."""
     save_every: int = 100
     """Steps between checkpoints. There is always one at the end and on Ctrl-C. alexnet: 20."""
-    keep: int = 2
+    keep: int = 3
     """Number of checkpoints to keep."""
     prompt: str | None = None
     """Text that the trained model continues at the end. A model that was trained on conversations
@@ -204,6 +204,8 @@ class TrainOptions(JobOptions):
         self.check_at_least(
             {
                 "text.batch": 1,
+                "mesh.nodes": 1,
+                "mesh.devices_per_node": 1,
                 "text.length": 1,
                 "rows.max_bad_rows": 0,
                 "dpo.dpo_beta": 0,
@@ -247,6 +249,8 @@ class TrainOptions(JobOptions):
                 f"--outer {self.outer.outer} with --offload-params disk: islands exchange "
                 "parameters from memory; use --offload-params host, or none"
             )
+        if not 0 < self.text.holdout < 1:
+            raise ValueError(f"--holdout {self.text.holdout} is a share: above 0 and below 1")
         if self.rows.max_bad_rows > 1:
             raise ValueError(f"--max-bad-rows {self.rows.max_bad_rows} is a share: at most 1")
         if not self.dpo.dpo_beta > 0:
