@@ -12,16 +12,11 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from zeroxla.checkpoint.weights.adapter_export import export_adapter
-from zeroxla.checkpoint.weights.export import export_params
-from zeroxla.checkpoint.weights.safetensors_writer import BESIDE
 from zeroxla.cli.data.chat_template import MORE_TEMPLATES, TEMPLATE
 from zeroxla.cli.errors import UsageError
+from zeroxla.cli.inputs import check_run
 from zeroxla.cli.read_options import read_options
 from zeroxla.cli.run_folder import CHECKPOINTS
-from zeroxla.cli.stored_run import StoredRun
-from zeroxla.cli.train.model import MODEL, exported
-from zeroxla.frontend.lora.model import LoraModel
 
 _OF_THE_TENSORS = ("dtype", "torch_dtype", "quantization_config")
 """Keys of a config that say how its own tensors are stored."""
@@ -74,8 +69,17 @@ def export(options: ExportOptions) -> int:
       ValueError: the run holds no whole checkpoint, an option cannot work, or the folder cannot be
         written.
     """
-    console = Console(highlight=False, soft_wrap=True)
     run = options.run.expanduser()
+    check_run(run, "export")
+    # Here, because they take long to import.
+    from zeroxla.checkpoint.weights.adapter_export import export_adapter
+    from zeroxla.checkpoint.weights.export import export_params
+    from zeroxla.checkpoint.weights.safetensors_writer import BESIDE
+    from zeroxla.cli.stored_run import StoredRun
+    from zeroxla.cli.train.model import MODEL, exported
+    from zeroxla.frontend.lora.model import LoraModel
+
+    console = Console(highlight=False, soft_wrap=True)
     stored = StoredRun.of(run, "export")
     model, config = exported(stored.options, run)
     model = stored.as_stored(model)

@@ -10,12 +10,11 @@ import abc
 import contextlib
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 from jax.sharding import Mesh
-from rich.progress import Progress
 
 from zeroxla.checkpoint.checkpointer import Checkpointer
 from zeroxla.checkpoint.errors import SaveError
@@ -30,7 +29,8 @@ from zeroxla.cli.run_folder import CHECKPOINTS, NoRunFolder, RunFolder
 from zeroxla.cli.run_lock import check_free
 from zeroxla.cli.run_sections import read_section
 from zeroxla.cli.tracking.observer import Observer
-from zeroxla.cli.train.output import Output, resume_command
+from zeroxla.cli.train.chosen import Setting
+from zeroxla.cli.train.output import LoopProgress, Output, resume_command
 from zeroxla.mesh.processes.environment import STARTED
 from zeroxla.mesh.processes.exchange import agree, exchange, on_first
 from zeroxla.program.extras import extra
@@ -57,6 +57,7 @@ class Job(abc.ABC, Generic[_Options, _Output]):
       done: the number of steps that the state has taken.
       bar: the progress bar, while the loop runs.
       observer: the trackers, the profile and the seconds by phase.
+      chosen: the settings, and why they are so; a table at the start shows them.
     """
 
     command: ClassVar[str]
@@ -69,7 +70,8 @@ class Job(abc.ABC, Generic[_Options, _Output]):
     folder: RunFolder | NoRunFolder
     checkpoints: Checkpointer
     held: HeldRun
-    bar: Progress
+    bar: LoopProgress
+    chosen: Sequence[Setting] = ()
 
     def __init__(
         self, options: _Options, mesh: Mesh, output: _Output, slot: int | None = None
@@ -207,6 +209,7 @@ class Job(abc.ABC, Generic[_Options, _Output]):
 
     def _run(self) -> int:
         self.output.setup(self.mesh, self.source)
+        self.output.settings(self.chosen)
         if self.options.output.resume:
             self.output.print(f"Resuming {self.path} after {self.unit} {self.done}")
         # A job that starts again whatever came before must not evaluate a complete run once more.
@@ -221,7 +224,13 @@ class Job(abc.ABC, Generic[_Options, _Output]):
         self.begin()
         with (
             stop_on_signal(lambda: self.output.stopping(self.unit)) as stop,
-            self.output.progress(self.num_steps, self.done, self.label) as self.bar,
+            self.output.progress(
+                self.num_steps,
+                self.done,
+                self.label,
+                unit=self.unit,
+                every=self.options.output.log_every,
+            ) as self.bar,
         ):
             self.loop(stop)
         saved = self.save(last=True)  # first: it is what cannot be made again
@@ -251,10 +260,6 @@ class Job(abc.ABC, Generic[_Options, _Output]):
             f"{resume}"
         )
 
-    def show_progress(self, number: int, status: str) -> None:
-        """Move the progress bar to a number of steps, with a text beside it."""
-        self.bar.update(self.bar.task_ids[0], completed=number, status=status)
-
     def is_due(self, every: int) -> bool:
         """Return whether something that is done every so many steps is due, and not at the end."""
         return self.done % every == 0 and self.done < self.num_steps
@@ -274,6 +279,9 @@ class Job(abc.ABC, Generic[_Options, _Output]):
             self.held.errors.write_error(error)
             self.output.warn(str(error))
             return False
+        if not self.output.has_bars:
+            state = "saved" if last else "is being written"
+            self.output.print(f"{self.unit} {self.done}: checkpoint {state}")
         return True
 
     def close(self) -> None:

@@ -20,13 +20,16 @@ from zeroxla.cli.launch.ranks import Rank
 from zeroxla.mesh.processes import progress
 
 LAST_LINES = 20
+ERROR = "error: "
+"""The beginning of the line with which a command refuses its options or its input."""
 _printing = threading.Lock()
 
 
 class Process:
     """Starts a rank, and passes its output on; each line begins with the rank's label.
 
-    Times are `time.monotonic()`.
+    Times are `time.monotonic()`. All processes of an attempt share `errors`, the lines with which
+    they have refused their options: each is passed on once.
 
     Attributes:
       rank: the rank that was started.
@@ -45,9 +48,13 @@ class Process:
     """
 
     def __init__(
-        self, rank: Rank, order: Mapping[str, Any], changed: Callable[[Process], None]
+        self,
+        rank: Rank,
+        order: Mapping[str, Any],
+        changed: Callable[[Process], None],
+        errors: set[str],
     ) -> None:
-        self.rank, self._changed = rank, changed
+        self.rank, self._changed, self._errors = rank, changed, errors
         self.pid: int | None = None
         self.code: int | None = None
         self.error: str | None = None
@@ -139,6 +146,10 @@ class Process:
                 return
             self._last.append(line)
             with _printing:
+                if line.startswith(ERROR):
+                    if line in self._errors:  # another process has said it
+                        return
+                    self._errors.add(line)
                 out.write(f"[{self.rank.label}] {line}\n")
                 out.flush()
 

@@ -66,7 +66,8 @@ def supervise(
     changed: queue.SimpleQueue[Process | None] = queue.SimpleQueue()
     signals.wake(changed)
     began = time.monotonic()
-    processes = [Process(rank, order, changed.put) for rank in ranks]
+    errors: set[str] = set()
+    processes = [Process(rank, order, changed.put, errors) for rank in ranks]
     try:
         return _watch(processes, changed, signals.numbers, began, deadline, heartbeat, grace)
     finally:
