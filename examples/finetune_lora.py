@@ -98,9 +98,10 @@ def main() -> None:
 
 
 def first_question(file: str) -> str:
-    """Return the first message of the first conversation in a JSONL file."""
+    """Return the first message of a user in the first conversation of a JSONL file."""
     with open(file.partition("=")[0], encoding="utf-8") as lines:
-        return json.loads(next(lines))["messages"][0]["content"]
+        messages = json.loads(next(lines))["messages"]
+    return next(message["content"] for message in messages if message["role"] == "user")
 
 
 if __name__ == "__main__":

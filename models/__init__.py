@@ -11,15 +11,21 @@ parameters give bfloat16 activations. Statistics of norms, softmax, logits and l
 if __name__ != "zeroxla.models":  # otherwise each class would exist twice
     raise ImportError(f"{__name__!r} is a part of zeroxla; import it as zeroxla.models")
 
-from .alexnet import AlexNet
-from .decoder import Decoder
-from .decoder_config import DecoderConfig, ExpertsConfig
-from .encoder import Encoder, EncoderConfig
-from .gpt import GPT
-from .hugging_face import from_hugging_face
-from .llama import Llama
-from .mlp import MLP
-from .moe import Mixtral
+from importlib import import_module as _import_module
+from importlib.util import find_spec as _find_spec
+from typing import TYPE_CHECKING
+from typing import Any as _Any
+
+if TYPE_CHECKING:  # what follows in `_PLACE_OF`, for those who read types
+    from .alexnet import AlexNet
+    from .decoder import Decoder
+    from .decoder_config import DecoderConfig, ExpertsConfig
+    from .encoder import Encoder, EncoderConfig
+    from .gpt import GPT
+    from .hugging_face import from_hugging_face
+    from .llama import Llama
+    from .mlp import MLP
+    from .moe import Mixtral
 
 __all__ = [
     "GPT",
@@ -34,3 +40,29 @@ __all__ = [
     "Mixtral",
     "from_hugging_face",
 ]
+
+_PLACE_OF = {
+    "AlexNet": "alexnet",
+    "Decoder": "decoder",
+    "DecoderConfig": "decoder_config",
+    "ExpertsConfig": "decoder_config",
+    "Encoder": "encoder",
+    "EncoderConfig": "encoder",
+    "GPT": "gpt",
+    "from_hugging_face": "hugging_face",
+    "Llama": "llama",
+    "MLP": "mlp",
+    "Mixtral": "moe",
+}
+
+
+def __getattr__(name: str) -> _Any:
+    """Import a model, or a module, when it is first used: Flax takes seconds, and what is said of
+    folders (`folders.py`) does not need it."""
+    place = _PLACE_OF.get(name, name)
+    if name.startswith("_") or _find_spec(f"{__name__}.{place}") is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = _import_module(f"{__name__}.{place}")
+    value = getattr(module, name) if name in _PLACE_OF else module
+    globals()[name] = value
+    return value

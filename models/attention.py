@@ -37,6 +37,7 @@ def causal_attention(
     softcap: float | None = None,
     window: jax.Array | int | None = None,
     slopes_KG: jax.Array | None = None,
+    sinks_KG: jax.Array | None = None,
 ) -> jax.Array:
     """Mix values by softmax(scale * q k) over the positions up to each query's own.
 
@@ -45,7 +46,7 @@ def causal_attention(
 
     Args:
       q_BLKGH: queries. Query head k * G + g reads key-value head k; G = 1 is ordinary attention.
-      k_BMKH, v_BMKH: keys and values.
+      k_BMKH, v_BMKH: keys and values. Values may have another width than keys.
       mask_BM: nonzero at real tokens, 0 at padding. None means that all tokens are real. A row that
         sees no token gets uniform weights, not NaN; its result means nothing.
       segments_BM: int[B, M], the number of each token's document in its row. A query sees the keys
@@ -55,7 +56,7 @@ def causal_attention(
       backend: "blockwise" computes the scores of `block` queries and as many keys at a time, leaves
         out keys that no query of a block sees, and computes scores again in backward. "cudnn" is
         NVIDIA's kernel, for bfloat16 and float16, without a mask, segments, a cache, dropout, a
-        cap or slopes. "auto" takes cudnn where the process has an NVIDIA GPU and cudnn takes the
+        cap, slopes or sinks, and of values as wide as keys. "auto" takes cudnn where the process has an NVIDIA GPU and cudnn takes the
         arguments, and otherwise blockwise.
       block: the number of queries, and of keys, that blockwise takes at a time. Up to so many
         queries see all their keys at once.
@@ -64,6 +65,7 @@ def causal_attention(
       window: a query sees its own position and the window - 1 positions before it; None, all before
         it. A traced int32 scalar lets layers of one loop differ; cudnn does not take it.
       slopes_KG: a query's score for a key is lowered by the head's slope times their distance.
+      sinks_KG: the score of one more key of each head, whose value is 0.
 
     Returns:
       Array [B, L, K, G, H] in the values' dtype. Memory of blockwise: B * block * block * K * G
@@ -79,8 +81,8 @@ def causal_attention(
         raise ValueError(f"block={block}: attention takes 1 query or more at a time")
     if isinstance(window, int) and window < 1:
         raise ValueError(f"window={window}: a query sees at least its own position; give 1 or more")
-    scores = Scores(scale, softcap, window, segments_BM, slopes_KG)
-    missing = _missing_for_cudnn(q_BLKGH, k_BMKH, mask_BM, start, dropout, scores)
+    scores = Scores(scale, softcap, window, segments_BM, slopes_KG, sinks_KG)
+    missing = _missing_for_cudnn(q_BLKGH, k_BMKH, v_BMKH, mask_BM, start, dropout, scores)
     if backend == "cudnn" and missing:
         raise ValueError(
             f'backend="cudnn" does not take {missing}; use "auto" or "blockwise", which do'
@@ -109,6 +111,7 @@ def causal_attention(
 def _missing_for_cudnn(
     q_BLKGH: jax.Array,
     k_BMKH: jax.Array,
+    v_BMKH: jax.Array,
     mask_BM: jax.Array | None,
     start: jax.Array | int,
     dropout: Dropout | None,
@@ -120,6 +123,8 @@ def _missing_for_cudnn(
         return f"{q_BLKGH.dtype}, only bfloat16 and float16"
     if head % 8 or head > CUDNN_HEAD:
         return f"heads of width {head}, only multiples of 8 up to {CUDNN_HEAD}"
+    if v_BMKH.shape[-1] != head:
+        return f"values of width {v_BMKH.shape[-1]} with keys of width {head}"
     if mask_BM is not None:
         return "a mask of padding"
     if not isinstance(start, int) or start or q_BLKGH.shape[1] != k_BMKH.shape[1]:
@@ -130,6 +135,8 @@ def _missing_for_cudnn(
         return "a cap of scores"
     if scores.slopes_KG is not None:
         return "slopes of scores"
+    if scores.sinks_KG is not None:
+        return "sinks of scores"
     if scores.window is not None and not isinstance(scores.window, int):
         return "a window that differs between the turns of a loop"
     return None if dropout is None else "dropout"
@@ -177,7 +184,12 @@ def dense_attention(
         segments=None if segments is None else (segments, segments),
     )
     scores_BKLGM = jnp.where(seen, scores_BKLGM, jnp.finfo(jnp.float32).min)
+    if scores.sinks_KG is not None:
+        sinks_KLG1 = scores.sinks_KG.astype(jnp.float32)[:, None, :, None]
+        sinks_BKLG1 = jnp.broadcast_to(sinks_KLG1, (*scores_BKLGM.shape[:-1], 1))
+        scores_BKLGM = jnp.concatenate([scores_BKLGM, sinks_BKLG1], axis=-1)
     probs_BKLGM = jax.nn.softmax(scores_BKLGM, axis=-1).astype(v_BMKH.dtype)
+    probs_BKLGM = probs_BKLGM[..., : v_BMKH.shape[1]]  # all but the sink's
     if dropout is not None:
         kept = jax.random.bernoulli(dropout.key, 1 - dropout.rate, probs_BKLGM.shape)
         probs_BKLGM = jnp.where(kept, probs_BKLGM / (1 - dropout.rate), 0)

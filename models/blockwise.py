@@ -67,6 +67,7 @@ def blockwise_attention(
         None if segments is None else _padded(segments, block),
         scores.slopes_KG,
         None if scores.window is None or known else jnp.asarray(scores.window, jnp.int32),
+        scores.sinks_KG,
     )
     attend = blockwise_causal_attention if scores.is_plain else blockwise_shaped_attention
     return attend(setting, operands)[:, :length]
@@ -89,6 +90,9 @@ def _forward(setting: Setting, operands: Operands) -> tuple[jax.Array, Any]:
     total_BLKGH = jnp.zeros((*q_BLKGH.shape[:-1], v_BMKH.shape[-1]), jnp.float32)
     largest_BLKG = jnp.full(q_BLKGH.shape[:-1], LOWEST, jnp.float32)
     sum_BLKG = jnp.zeros(q_BLKGH.shape[:-1], jnp.float32)
+    if operands.sinks_KG is not None:  # as if a key with the value 0 came first
+        sinks_KG = operands.sinks_KG.astype(jnp.float32)
+        largest_BLKG, sum_BLKG = jnp.broadcast_to(sinks_KG, sum_BLKG.shape), sum_BLKG + 1
 
     def add(at: Pair, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         before_BQKG, sum_BQKG = at.queries(carry[1]), at.queries(carry[2])
@@ -148,7 +152,11 @@ def _backward(setting: Setting, kept: Any, d_out_BLKGH: jax.Array) -> tuple[Oper
     with jax.named_scope(setting.scope):
         found = _over_pairs(add, carry, setting, operands)
     dq, dk, dv = (x.astype(of.dtype) for x, of in zip(found, inputs, strict=True))
-    return (Operands(dq, dk, dv),)
+    sinks_KG, d_sinks_KG = operands.sinks_KG, None
+    if sinks_KG is not None:
+        probs_BLKG = jnp.exp(sinks_KG.astype(jnp.float32) - largest_BLKG) / sum_BLKG
+        d_sinks_KG = -(probs_BLKG * common_BLKG).sum(axis=(0, 1)).astype(sinks_KG.dtype)
+    return (Operands(dq, dk, dv, sinks_KG=d_sinks_KG),)
 
 
 blockwise_causal_attention.defvjp(_forward, _backward)

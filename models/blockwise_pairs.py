@@ -55,6 +55,7 @@ class Operands(NamedTuple):
     segments_BM: jax.Array | None = None
     slopes_KG: jax.Array | None = None
     window: jax.Array | None = None
+    sinks_KG: jax.Array | None = None
 
 
 class Pair:

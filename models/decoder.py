@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -174,10 +174,8 @@ class Decoder(nnx.Module):
         local_rotation = None if local is None else local.tables(positions_BL)
         places = Places(rotation, mask_BL, segments_BL, start, None, slopes_KG)
 
-        def run(
-            windowed: jax.Array | bool, x_BLD: jax.Array, block: Any
-        ) -> tuple[jax.Array, dict[str, jax.Array]]:
-            return block(x_BLD, _of_layer(places, config, windowed, local_rotation), rotary)
+        def run(kind: Kind, x_BLD: jax.Array, block: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+            return block(x_BLD, _of_layer(places, config, kind, local_rotation), rotary)
 
         return self._run_blocks(run, self._embed(tokens_BL, positions_BL))
 
@@ -200,26 +198,27 @@ class Decoder(nnx.Module):
     def _run_blocks(
         self, run: Callable[..., Any], x_BLD: jax.Array
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        windowed = [self.config.has_window(layer) for layer in range(self.config.layers)]
-        if self.scan and len(set(windowed)) == 1:
-            scanned = nnx.scan(
-                self._recomputed(functools.partial(run, windowed[0])),
-                in_axes=(nnx.Carry, 0),
-                out_axes=(nnx.Carry, 0),
-            )
-            x_BLD, statistics = scanned(x_BLD, self.layers)
-        elif self.scan:
+        config, layers = self.config, range(self.config.layers)
+        kinds = [Kind(config.has_window(layer), config.is_rotated(layer)) for layer in layers]
+        if self.scan:
+            # What differs between the turns of the loop is chosen at run time.
+            of_layers = Kind(*zip(*kinds, strict=True))
+            differing = {
+                name: jnp.asarray(own)
+                for name, own in of_layers._asdict().items()
+                if len(set(own)) > 1
+            }
 
-            def turn(x_BLD: jax.Array, block: Any, own: jax.Array) -> Any:
-                return run(own, x_BLD, block)
+            def turn(x_BLD: jax.Array, block: Any, own: dict[str, jax.Array]) -> Any:
+                return run(kinds[0]._replace(**own), x_BLD, block)
 
             axes = (nnx.Carry, 0, 0)
             scanned = nnx.scan(self._recomputed(turn), in_axes=axes, out_axes=(nnx.Carry, 0))
-            x_BLD, statistics = scanned(x_BLD, self.layers, jnp.asarray(windowed))
+            x_BLD, statistics = scanned(x_BLD, self.layers, differing)
         else:
             found: list[dict[str, jax.Array]] = []
-            for block, own in zip(self.layers, windowed, strict=True):
-                x_BLD, of_block = self._recomputed(functools.partial(run, own))(x_BLD, block)
+            for block, kind in zip(self.layers, kinds, strict=True):
+                x_BLD, of_block = self._recomputed(functools.partial(run, kind))(x_BLD, block)
                 found.append(of_block)
             names = dict.fromkeys(name for of_block in found for name in of_block)
             statistics = {
@@ -240,7 +239,7 @@ class Decoder(nnx.Module):
         """The head; its weight is the embedding of tokens if they are tied."""
         weight_VD = self.embed_tokens.embedding if self.lm_head is None else self.lm_head
         bias_V = None if self.lm_head_bias is None else self.lm_head_bias[...]
-        return Head(weight_VD[...], bias_V, self.config.logit_cap)
+        return Head(weight_VD[...], bias_V, self.config.logit_cap, self.config.logit_scale)
 
     def loss(
         self, batch: dict[str, jax.Array], *, train: bool
@@ -274,18 +273,33 @@ def _block(config: DecoderConfig, layer: int, kernel: Any, rngs: nnx.Rngs) -> Bl
     return Block(config, layer, kernel, rngs=rngs)
 
 
-def _of_layer(
-    places: Places, config: DecoderConfig, windowed: jax.Array | bool, local_rotation: Any
-) -> Places:
-    """Return the places as a layer sees them; a traced `windowed` chooses at run time."""
-    if config.window is None:
-        return places
-    if isinstance(windowed, bool):
-        rotation = local_rotation if windowed and local_rotation is not None else places.rotation
-        return places._replace(window=config.window if windowed else None, rotation=rotation)
-    rotation = places.rotation
-    if rotation is not None and local_rotation is not None:
-        cos, sin = (jnp.where(windowed, *pair) for pair in zip(local_rotation, rotation))
-        rotation = cos, sin
-    most = jnp.iinfo(jnp.int32).max
-    return places._replace(window=jnp.where(windowed, config.window, most), rotation=rotation)
+class Kind(NamedTuple):
+    """What layers differ in. An array, bool, chooses at run time.
+
+    Attributes:
+      windowed: whether the layer has the window.
+      rotated: whether its heads are rotated.
+    """
+
+    windowed: jax.Array | bool
+    rotated: jax.Array | bool
+
+
+def _of_layer(places: Places, config: DecoderConfig, kind: Kind, local_rotation: Any) -> Places:
+    """Return the places as a layer sees them."""
+    rotation, window = places.rotation, None
+    if isinstance(kind.windowed, bool):
+        window = config.window if kind.windowed else None
+        if kind.windowed and local_rotation is not None:
+            rotation = local_rotation
+    else:
+        window = jnp.where(kind.windowed, config.window, jnp.iinfo(jnp.int32).max)
+        if rotation is not None and local_rotation is not None:
+            cos, sin = (jnp.where(kind.windowed, *pair) for pair in zip(local_rotation, rotation))
+            rotation = cos, sin
+    if kind.rotated is False:
+        rotation = None
+    elif rotation is not None and not isinstance(kind.rotated, bool):
+        cos, sin = rotation
+        rotation = jnp.where(kind.rotated, cos, 1), jnp.where(kind.rotated, sin, 0)
+    return places._replace(window=window, rotation=rotation)

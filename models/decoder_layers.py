@@ -61,8 +61,11 @@ class Attention(nnx.Module):
         self.k_proj = dense(width, shared, rngs, bias=bias)
         self.v_proj = dense(width, shared, rngs, bias=bias)
         self.o_proj = dense(inner, width, rngs, bias=config.out_bias)
-        norms = (norm(config, rngs, config.head_width) if config.qk_norm else None for _ in "qk")
+        self.is_normed_whole = config.qk_norm == "all"
+        norms = (qk_norm(config, heads, rngs) for heads in (config.heads, config.kv_heads))
         self.q_norm, self.k_norm = map(nnx.data, norms)
+        sinks = nnx.Param(NORMAL(rngs.params(), (config.heads,))) if config.sinks else None
+        self.sinks: nnx.Param | None = nnx.data(sinks)
         self.cached_key: nnx.Cache | None = nnx.data(None)
         self.cached_value: nnx.Cache | None = nnx.data(None)
 
@@ -74,14 +77,15 @@ class Attention(nnx.Module):
     def __call__(self, x_BLD: jax.Array, places: Places, rotary: Rotary | None) -> jax.Array:
         batch, length, _ = x_BLD.shape
 
-        def split(y: jax.Array) -> jax.Array:
-            return y.reshape(batch, length, -1, self.head_width)
+        def split(y: jax.Array, norm: Callable[[jax.Array], jax.Array] | None) -> jax.Array:
+            if norm is not None and self.is_normed_whole:
+                y = norm(y)
+            y = y.reshape(batch, length, -1, self.head_width)
+            return y if norm is None or self.is_normed_whole else norm(y)
 
-        q_BLNH = split(named(self.q_proj(x_BLD), "q_proj"))
-        k_BLKH = split(named(self.k_proj(x_BLD), "k_proj"))
-        v_BLKH = split(named(self.v_proj(x_BLD), "v_proj"))
-        if self.q_norm is not None and self.k_norm is not None:
-            q_BLNH, k_BLKH = self.q_norm(q_BLNH), self.k_norm(k_BLKH)
+        q_BLNH = split(named(self.q_proj(x_BLD), "q_proj"), self.q_norm)
+        k_BLKH = split(named(self.k_proj(x_BLD), "k_proj"), self.k_norm)
+        v_BLKH = split(named(self.v_proj(x_BLD), "v_proj"), None)
         if rotary is not None and places.rotation is not None:
             q_BLNH, k_BLKH = (rotary.rotate(x, places.rotation) for x in (q_BLNH, k_BLKH))
         if self.cached_key is not None and self.cached_value is not None:
@@ -89,6 +93,7 @@ class Attention(nnx.Module):
             self.cached_value[...] = cached(self.cached_value[...], v_BLKH, places.start)
             k_BLKH = self.cached_key[...].astype(k_BLKH.dtype)
             v_BLKH = self.cached_value[...].astype(v_BLKH.dtype)
+        sinks_KG = None if self.sinks is None else self.sinks[...].reshape(self.kv_heads, -1)
         out_BLKGH = self.kernel(
             q_BLNH.reshape(batch, length, self.kv_heads, -1, self.head_width),
             k_BLKH,
@@ -98,6 +103,7 @@ class Attention(nnx.Module):
             start=places.start,
             window=places.window,
             slopes_KG=places.slopes_KG,
+            sinks_KG=sinks_KG,
         )
         return named(self.o_proj(out_BLKGH.reshape(batch, length, -1)), "o_proj")
 
@@ -105,9 +111,11 @@ class Attention(nnx.Module):
 class Perceptron(nnx.Module):
     """down(activation(gate x) * up x), or without a gate down(activation(up x))."""
 
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, config: DecoderConfig, hidden: int | None = None, *, rngs: nnx.Rngs
+    ) -> None:
         self.activate = ACTIVATIONS[config.activation]
-        width, hidden, bias = config.width, config.hidden, config.mlp_bias
+        width, hidden, bias = config.width, hidden or config.hidden, config.mlp_bias
         gate = dense(width, hidden, rngs, bias=bias) if config.is_gated else None
         self.gate_proj: nnx.Linear | None = nnx.data(gate)
         self.up_proj = dense(width, hidden, rngs, bias=bias)
@@ -135,6 +143,29 @@ class PlusOneRMSNorm(nnx.Module):
         return (wide / root * (1 + self.scale[...].astype(jnp.float32))).astype(x.dtype)
 
 
+class HeadNorms(nnx.Module):
+    """LayerNorm of each head, without bias, each with a scale of its own: [heads, H], float32."""
+
+    def __init__(self, heads: int, width: int, *, epsilon: float) -> None:
+        self.epsilon = epsilon
+        self.scale = nnx.Param(jnp.ones((heads, width)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        centred = wide - wide.mean(axis=-1, keepdims=True)
+        root = jnp.sqrt((centred**2).mean(axis=-1, keepdims=True) + self.epsilon)
+        return (centred / root * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+
+
+def qk_norm(config: DecoderConfig, heads: int, rngs: nnx.Rngs) -> Any:
+    """Return the norm of so many heads of queries or keys; None if the config has none."""
+    if config.qk_norm is None:
+        return None
+    if config.qk_norm == "heads":
+        return HeadNorms(heads, config.head_width, epsilon=config.eps)
+    return norm(config, rngs, config.head_width * (heads if config.qk_norm == "all" else 1))
+
+
 def norm(
     config: DecoderConfig, rngs: nnx.Rngs, width: int | None = None
 ) -> nnx.RMSNorm | nnx.LayerNorm | PlusOneRMSNorm:
@@ -145,7 +176,10 @@ def norm(
     if config.norm == "rms_plus_one":
         return PlusOneRMSNorm(width, epsilon=config.eps, rngs=rngs)
     # The variance is mean((x - mean)^2), because E[x^2] - E[x]^2 cancels if the mean is large.
-    return nnx.LayerNorm(width, epsilon=config.eps, use_fast_variance=False, rngs=rngs)
+    bias = config.norm == "layer"
+    return nnx.LayerNorm(
+        width, epsilon=config.eps, use_bias=bias, use_fast_variance=False, rngs=rngs
+    )
 
 
 def dense(num_in: int, num_out: int, rngs: nnx.Rngs, *, bias: bool = False) -> nnx.Linear:

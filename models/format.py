@@ -9,6 +9,7 @@ import json
 import math
 import numbers
 import operator
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,11 @@ class Format:
       transposed: the leaves whose tensor is [out, in].
       fused: the leaves that are parts of one tensor.
       prefix: the beginning of names that files of the model without its head leave out.
+      renamed: pairs of a regular expression and its replacement, which lead from other names that
+        files give tensors to those of `tensors`.
       ignored: regular expressions, without the prefix, of tensors that hold nothing learned.
+      kept: regular expressions, without the prefix, of learned tensors that the model has no part
+        in. An export that is like a folder has them too.
       embedding, head: the paths of two leaves. A tied model has only the embedding, for both.
       fields: the key of each of the model's fields. The model's attribute has the same name as the
         field, unless `attributes` gives another.
@@ -124,7 +129,9 @@ class Format:
     transposed: frozenset[str] = frozenset()
     fused: tuple[Fused, ...] = ()
     prefix: str
+    renamed: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
     embedding: str
     head: str
     fields: Mapping[str, Key]
@@ -133,6 +140,16 @@ class Format:
     extra: Extra = Extra()
     choices: Mapping[str, tuple[Any, ...]]
     written: Callable[[Any], dict[str, Any]] = lambda model: {}
+
+    def bare(self, name: str) -> str:
+        """Return the name by which the format knows a tensor of a file, without the prefix."""
+        for pattern, replacement in self.renamed:
+            name = re.sub(pattern, replacement, name)
+        return name.removeprefix(self.prefix)
+
+    def is_kept(self, bare: str) -> bool:
+        """Return whether a tensor is learned, and no part of the model."""
+        return any(re.fullmatch(pattern, bare) for pattern in self.kept)
 
     def read_config(self, folder: str | Path) -> dict[str, Any]:
         """Return the contents of a folder's config.json; see the function of this name."""

@@ -31,7 +31,7 @@ def head_statistics(
 
     Args:
       x_BLD: the head's input, of any floating dtype.
-      head: the head, [V, D] or with its bias and its cap.
+      head: the head, [V, D] or with its bias, its cap and its scale.
       targets_BL: int[B, L].
       chunk: number of positions whose logits exist at a time, in forward and backward; 0 takes all
         at once.
@@ -49,7 +49,7 @@ def head_statistics(
     if not chunk or x_BLD.shape[1] <= chunk:
         return _of_logits(head_logits(x_BLD, head), targets_BL, with_entropy)
     weights = head.weight_VD, head.bias_V
-    return _in_chunks(x_BLD, weights, targets_BL, chunk, with_entropy, head.cap)
+    return _in_chunks(x_BLD, weights, targets_BL, chunk, with_entropy, (head.cap, head.scale))
 
 
 def _of_logits(
@@ -63,6 +63,8 @@ def _of_logits(
 
 Weights = tuple[jax.Array, jax.Array | None]
 """A head's weight [V, D] and bias [V]."""
+Shape = tuple[float | None, float | None]
+"""A head's cap and scale."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
@@ -72,11 +74,11 @@ def _in_chunks(
     targets_BL: jax.Array,
     chunk: int,
     with_entropy: bool,
-    cap: float | None,
+    shape: Shape,
 ) -> tuple[jax.Array, ...]:
     def of_chunk(_: None, part: Any) -> tuple[None, tuple[jax.Array, ...]]:
         x_BCD, targets_BC = part
-        logits_BCV = head_logits(x_BCD, Head(*weights, cap))
+        logits_BCV = head_logits(x_BCD, Head(*weights, *shape))
         return None, _of_logits(logits_BCV, targets_BC, with_entropy)
 
     return _over_chunks(of_chunk, None, (x_BLD, targets_BL), chunk)[1]
@@ -88,24 +90,25 @@ def _forward(
     targets_BL: jax.Array,
     chunk: int,
     with_entropy: bool,
-    cap: float | None,
+    shape: Shape,
 ) -> tuple[tuple[jax.Array, ...], Any]:
-    found = _in_chunks(x_BLD, weights, targets_BL, chunk, with_entropy, cap)
+    found = _in_chunks(x_BLD, weights, targets_BL, chunk, with_entropy, shape)
     return found, (x_BLD, weights, targets_BL)
 
 
 def _backward(
     chunk: int,
     with_entropy: bool,
-    cap: float | None,
+    shape: Shape,
     residuals: Any,
     cotangents: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, Weights, None]:
     x_BLD, (head_VD, bias_V), targets_BL = residuals
+    cap, scale = shape
 
     def of_chunk(sums: Weights, part: Any) -> tuple[Weights, jax.Array]:
         x_BCD, targets_BC, cts = part
-        logits_BCV = head_logits(x_BCD, Head(head_VD, bias_V, cap))
+        logits_BCV = head_logits(x_BCD, Head(head_VD, bias_V, *shape))
         logprobs_BCV = jax.nn.log_softmax(logits_BCV)
         probs_BCV = jnp.exp(logprobs_BCV)
         hits_BCV = targets_BC[..., None] == jnp.arange(head_VD.shape[0], dtype=targets_BC.dtype)
@@ -115,6 +118,8 @@ def _backward(
             ct_BCV -= cts[1][..., None] * probs_BCV * (logprobs_BCV + entropy_BC[..., None])
         if cap is not None:
             ct_BCV *= 1 - (logits_BCV / cap) ** 2
+        if scale is not None:
+            ct_BCV *= scale
         head_ct_VD, bias_ct_V = sums
         if bias_ct_V is not None:
             bias_ct_V += ct_BCV.sum(axis=(0, 1))

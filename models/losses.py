@@ -17,11 +17,13 @@ class Head(NamedTuple):
       weight_VD: the head.
       bias_V: its bias; None for none.
       cap: logits become cap * tanh(logit / cap); None leaves them.
+      scale: what logits are multiplied with, before the cap; None for 1.
     """
 
     weight_VD: jax.Array
     bias_V: jax.Array | None = None
     cap: float | None = None
+    scale: float | None = None
 
 
 def next_token_loss(
@@ -47,11 +49,13 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
 
 
 def head_logits(x_BLD: jax.Array, head: jax.Array | Head) -> jax.Array:
-    """Return the logits x head^T, float32[B, L, V], with the head's bias and cap."""
-    weight_VD, bias_V, cap = head if isinstance(head, Head) else Head(head)
+    """Return the logits x head^T, float32[B, L, V], with the head's bias, scale and cap."""
+    weight_VD, bias_V, cap, scale = head if isinstance(head, Head) else Head(head)
     logits = jnp.einsum("bld,vd->blv", x_BLD, weight_VD, preferred_element_type=jnp.float32)
     if bias_V is not None:
         logits += bias_V.astype(jnp.float32)
+    if scale is not None:
+        logits *= scale
     return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 

@@ -27,18 +27,51 @@ Product = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class Experts(nnx.Module):
-    """E perceptrons down(silu(gate(x)) * up(x)) with stacked kernels: [E, D, F] and [E, F, D]."""
+    """E perceptrons down(silu(gate(x)) * up(x)) with stacked kernels: [E, D, F] and [E, F, D].
 
-    def __init__(self, experts: int, width: int, hidden: int, *, rngs: nnx.Rngs):
+    With `bias` each product has one: [E, F] and [E, D]. With `clamp` the perceptrons are those of
+    gpt-oss: gate * sigmoid(1.702 gate) * (up + 1), gate at most `clamp`, up at most so large.
+    """
+
+    def __init__(
+        self,
+        experts: int,
+        width: int,
+        hidden: int,
+        *,
+        bias: bool = False,
+        clamp: float | None = None,
+        rngs: nnx.Rngs,
+    ):
+        self.clamp = clamp
         self.gate_proj = nnx.Param(NORMAL(rngs.params(), (experts, width, hidden)))
         self.up_proj = nnx.Param(NORMAL(rngs.params(), (experts, width, hidden)))
         self.down_proj = nnx.Param(NORMAL(rngs.params(), (experts, hidden, width)))
+        self.gate_bias, self.up_bias, self.down_bias = (
+            nnx.data(nnx.Param(jnp.zeros((experts, n))) if bias else None)
+            for n in (hidden, hidden, width)
+        )
 
     def __call__(self, x: jax.Array, product: Product) -> jax.Array:
         """Return the outputs of the experts; `product(x, kernel_EIO)` gives each its inputs."""
-        gate = named(product(x, self.gate_proj[...]), "gate_proj")
-        up = named(product(x, self.up_proj[...]), "up_proj")
-        return named(product(jax.nn.silu(gate) * up, self.down_proj[...]), "down_proj")
+        gate = named(_affine(product, x, self.gate_proj, self.gate_bias), "gate_proj")
+        up = named(_affine(product, x, self.up_proj, self.up_bias), "up_proj")
+        if self.clamp is None:
+            mixed = jax.nn.silu(gate) * up
+        else:
+            gate, up = jnp.minimum(gate, self.clamp), jnp.clip(up, -self.clamp, self.clamp)
+            mixed = gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
+        return named(_affine(product, mixed, self.down_proj, self.down_bias), "down_proj")
+
+
+def _affine(
+    product: Product, x: jax.Array, kernel_EIO: nnx.Param, bias_EO: nnx.Param | None
+) -> jax.Array:
+    y = product(x, kernel_EIO[...])
+    if bias_EO is None:
+        return y
+    # As a kernel of one input, a bias comes to its expert's tokens as any kernel does.
+    return y + product(jnp.ones_like(x[..., :1]), bias_EO[...][:, None, :])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,11 +79,12 @@ class Routes:
     """Where the router sends each token.
 
     Attributes:
-      logits_BLE: the router's logits, float32.
-      experts_BLK: the K experts with the largest logits, int32. Of equal logits the first expert's
-        counts as larger.
+      logits_BLE: the router's logits, float32, whose softmax is the experts' shares.
+      experts_BLK: the K experts of each token, int32: those with the largest logits, or as
+        `route_by_sigmoid` chooses. Of equal numbers the first expert's counts as larger.
       weights_BLK: their shares in the token's output, float32: the softmax of their logits, which
-        is the softmax over all experts, divided by what it gives the K; or not divided.
+        is the softmax over all experts, divided by what it gives the K; or not divided; or times
+        a constant.
     """
 
     logits_BLE: jax.Array
@@ -75,19 +109,66 @@ Mix = Callable[
 
 
 def route(
-    x_BLD: jax.Array, kernel_DE: jax.Array, top_k: int, *, is_normalized: bool = True
+    x_BLD: jax.Array,
+    kernel_DE: jax.Array,
+    top_k: int,
+    *,
+    is_normalized: bool = True,
+    bias_E: jax.Array | None = None,
 ) -> Routes:
     """Return the `top_k` experts of each token. The product adds up in float32.
 
     If weights are not normalized, they are the experts' part of the softmax over all of them.
     """
     logits_BLE = jnp.einsum("bld,de->ble", x_BLD, kernel_DE, preferred_element_type=jnp.float32)
+    if bias_E is not None:
+        logits_BLE += bias_E.astype(jnp.float32)
     logits_BLK, experts_BLK = jax.lax.top_k(logits_BLE, top_k)
     weights_BLK = jax.nn.softmax(logits_BLK, axis=-1)
     if not is_normalized:
         total_BL1 = jax.nn.logsumexp(logits_BLE, axis=-1, keepdims=True)
         weights_BLK = jnp.exp(logits_BLK - total_BL1)
     return Routes(logits_BLE=logits_BLE, experts_BLK=experts_BLK, weights_BLK=weights_BLK)
+
+
+def route_by_sigmoid(
+    x_BLD: jax.Array,
+    kernel_DE: jax.Array,
+    top_k: int,
+    *,
+    correction_E: jax.Array | None = None,
+    groups: int = 1,
+    top_groups: int = 1,
+    is_normalized: bool = True,
+) -> Routes:
+    """Return the `top_k` experts of each token by the sigmoids of their logits, in float32.
+
+    The logits of the routes are the logarithms of the sigmoids, so a softmax of them is the
+    sigmoids divided by their sum.
+
+    Args:
+      x_BLD, kernel_DE, top_k: as for `route`.
+      correction_E: is added to the sigmoids where experts are chosen; it has no gradient.
+      groups, top_groups: experts are chosen in the groups whose two best have the largest sum.
+      is_normalized: whether the sigmoids of the K are divided by their sum.
+
+    Source: DeepSeek-V3, arXiv 2412.19437, section 2.1.2.
+    """
+    logits_BLE = jnp.einsum("bld,de->ble", x_BLD, kernel_DE, preferred_element_type=jnp.float32)
+    logits_BLE = jax.nn.log_sigmoid(logits_BLE)
+    scores_BLE = jax.lax.stop_gradient(jnp.exp(logits_BLE))
+    if correction_E is not None:
+        scores_BLE += jax.lax.stop_gradient(correction_E.astype(jnp.float32))
+    if groups > 1:
+        grouped = scores_BLE.reshape(*scores_BLE.shape[:2], groups, -1)
+        best_two = jax.lax.top_k(grouped, 2)[0].sum(axis=-1)
+        chosen = jax.lax.top_k(best_two, top_groups)[1][..., None] == jnp.arange(groups)
+        grouped = jnp.where(chosen.any(axis=2)[..., None], grouped, -jnp.inf)
+        scores_BLE = grouped.reshape(scores_BLE.shape)
+    experts_BLK = jax.lax.top_k(scores_BLE, top_k)[1]
+    logits_BLK = jnp.take_along_axis(logits_BLE, experts_BLK, axis=-1)
+    weights = jax.nn.softmax(logits_BLK, axis=-1) if is_normalized else jnp.exp(logits_BLK)
+    return Routes(logits_BLE=logits_BLE, experts_BLK=experts_BLK, weights_BLK=weights)
 
 
 def balance_loss(routes: Routes) -> jax.Array:

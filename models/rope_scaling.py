@@ -159,10 +159,11 @@ class RopeScaling:
             factor = self.factor or 1.0
             return math.sqrt(1 + math.log(factor) / math.log(self.original_max_position_embeddings))
         if self.mscale and self.mscale_all_dim:
-            return self._growth(self.mscale) / self._growth(self.mscale_all_dim)
-        return self._growth(1.0)
+            return self.growth(self.mscale) / self.growth(self.mscale_all_dim)
+        return self.growth(1.0)
 
-    def _growth(self, mscale: float) -> float:
+    def growth(self, mscale: float) -> float:
+        """Return 1 + mscale * log(factor) / 10, of "yarn"."""
         assert self.factor
         return 0.1 * mscale * math.log(self.factor) + 1.0
 

@@ -4,7 +4,8 @@ Shape letters: B batch, Q queries and P keys that are looked at together, M all 
 heads, G query heads for each of them.
 
 Sources: windows, Child et al., arXiv 1904.10509, and Jiang et al., arXiv 2310.06825; slopes, Press
-et al. (ALiBi), arXiv 2108.12409; caps, Gemma 2, arXiv 2408.00118.
+et al. (ALiBi), arXiv 2108.12409; caps, Gemma 2, arXiv 2408.00118; sinks, Xiao et al., arXiv
+2309.17453, learned as in gpt-oss, arXiv 2508.10925.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ class Scores(NamedTuple):
         An int32 scalar array may differ between the turns of a loop.
       segments_BM: the number of each position's document; None for one document.
       slopes_KG: what a score loses with each position of distance; None for nothing.
+      sinks_KG: for each head, the score of one more key, which every query sees and whose value is
+        0; None for none.
     """
 
     scale: float | None = None
@@ -39,6 +42,7 @@ class Scores(NamedTuple):
     window: jax.Array | int | None = None
     segments_BM: jax.Array | None = None
     slopes_KG: jax.Array | None = None
+    sinks_KG: jax.Array | None = None
 
     @property
     def is_plain(self) -> bool:

@@ -1,7 +1,8 @@
 """Hooks of mkdocs.yml: the site also shows pages that lie outside of docs/.
 
 Notebooks, the figures' result files, the changelog and the page for contributors stay where people
-look for them in the repository; here they become pages, and links to them are rewritten.
+look for them in the repository; here they become pages, and links to them are rewritten. The first
+page opens with what the README opens with.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import re
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -21,6 +23,9 @@ OUTSIDE = {
     ROOT: ("CHANGELOG.md", "CONTRIBUTING.md", "examples/README.md", "notebooks/*.ipynb"),
     ROOT / "benchmarks": ("results/*.md", "results/*.png"),
 }
+FIRST = "index.md"
+OPENING_ENDS = "\n## Which tool for what"
+"""The heading of the README before which its opening ends: pitch, pictures, commands, ten lines."""
 _LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
 
 
@@ -45,9 +50,29 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Let links lead to the places that pages have on the site."""
+    here = page.file.src_uri
+    source = _outside().get(here, Path(config.docs_dir) / here)
+    if here != FIRST:
+        return _moved(markdown, source, here, config)
+    opening, found, _ = (ROOT / "README.md").read_text().partition(OPENING_ENDS)
+    if not found:
+        raise PluginError(f"README.md has no heading {OPENING_ENDS.strip()!r}")
+    _, _, rest = markdown.partition("\n## ")  # its title and pitch are the README's
+    opening = _moved(opening, ROOT / "README.md", here, config)
+    return f"{opening}\n## {_moved(rest, source, here, config)}"
+
+
+def _moved(markdown: str, source: Path, here: str, config: MkDocsConfig) -> str:
+    """Return a page's text with its links changed.
+
+    Args:
+      markdown: the text.
+      source: the file that the links are relative to.
+      here: the page's path on the site.
+      config: the site's configuration.
+    """
     places = {path: place for place, path in _outside().items()}
-    docs, here = Path(config.docs_dir), page.file.src_uri
-    source = _outside().get(here, docs / here)
+    docs = Path(config.docs_dir)
 
     def moved(match: re.Match[str]) -> str:
         opening, target, anchor, closing = match.groups()
@@ -58,4 +83,5 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         link = posixpath.relpath(place, posixpath.dirname(here) or ".")
         return f"{opening}{link}{anchor or ''}{closing}"
 
-    return _LINK.sub(moved, markdown)
+    # Tests run a block whose fence says so; Markdown for the site takes a language alone.
+    return _LINK.sub(moved, markdown.replace("```python runnable\n", "```python\n"))

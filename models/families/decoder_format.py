@@ -77,9 +77,12 @@ class DecoderFormat(Format):
     Attributes:
       build: returns the arguments of a `DecoderConfig` beyond `fields`, from the fields and the
         config.
+      text: returns the config of the language model inside a config of more. It is the one that
+        `fields` and `build` read, and that is written.
     """
 
     build: Build
+    text: Callable[[Fields], Fields] = lambda config: config
 
     def arguments(self, config: Fields) -> dict[str, Any]:
         """Return {"config": the decoder's config}.
@@ -94,6 +97,7 @@ class DecoderFormat(Format):
         """Return the decoder that a config describes; see `arguments`."""
         if problems := self._unknown(config):
             raise ValueError(f"the config cannot be followed: {'; '.join(problems)}")
+        config = self.text(config)
         fields = self._resolve(self.fields, config)
         known = {field.name for field in dataclasses.fields(DecoderConfig)}
         more = self.build(fields, config)

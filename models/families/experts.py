@@ -1,8 +1,9 @@
-"""Mixtral and Qwen3-MoE: decoders with a mixture of experts in the place of perceptrons."""
+"""Mixtral, Qwen3-MoE, Granite-MoE and gpt-oss: decoders with a mixture of experts in the place of perceptrons."""
 
 from typing import Any
 
 from ..decoder_config import ExpertsConfig
+from ..format import Fused
 from .decoder_format import (
     DecoderFormat,
     Fields,
@@ -13,7 +14,18 @@ from .decoder_format import (
     layer_paths,
     rotary_of,
 )
-from .llama_like import ATTENTION, ENDS, HEAD_NORMS, LAYOUT, NORMS, PERCEPTRON, blocks, windows_of
+from .llama_like import (
+    ATTENTION,
+    ENDS,
+    HEAD_NORMS,
+    LAYOUT,
+    NORMS,
+    PERCEPTRON,
+    biases_of,
+    blocks,
+    multipliers_of,
+    windows_of,
+)
 
 
 def _bank(router: str, gate: str, up: str, down: str) -> dict[str, str]:
@@ -82,7 +94,7 @@ def _qwen3_moe(fields: Fields, config: Fields) -> dict[str, Any]:
     return {
         "rotary": rotary_of(config, fields["head_width"]),
         "activation": activation_of(config),
-        "qk_norm": True,
+        "qk_norm": "head",
         "experts": ExpertsConfig(
             count=count,
             top_k=fields["top_k"],
@@ -106,4 +118,112 @@ QWEN3_MOE = DecoderFormat(
     },
     choices={"attention_bias": (False,)},
     build=_qwen3_moe,
+)
+
+_GATE_UP = ("experts/gate_proj", "experts/up_proj")
+
+
+def _together(*leaves: str, groups: str | None = None) -> Fused:
+    return Fused(leaves=tuple(f"layers/{{layer}}/{leaf}" for leaf in leaves), groups=groups)
+
+
+_GRANITE_TENSORS = {
+    **ENDS,
+    **blocks(ATTENTION, NORMS),
+    **_bank(
+        "block_sparse_moe.router.layer.weight",
+        *("block_sparse_moe.input_linear.weight",) * 2,
+        "block_sparse_moe.output_linear.weight",
+    ),
+}
+
+GRANITE_MOE = DecoderFormat(
+    architecture="GraniteMoeForCausalLM",
+    model_type="granitemoe",
+    **{**LAYOUT, "tensors": _GRANITE_TENSORS, "transposed": kernels_of(_GRANITE_TENSORS)},
+    fused=(_together(*_GATE_UP),),
+    fields={
+        **grouped(),
+        "experts": Key(name="num_local_experts", default=8),
+        "top_k": Key(name="num_experts_per_tok", default=2),
+    },
+    choices={},
+    build=lambda fields, config: {
+        **_mixtral(fields, {**config, "sliding_window": None}),
+        "rotary": rotary_of(config, fields["head_width"]),
+        **biases_of(config),
+        **multipliers_of(config),
+    },
+)
+
+_OSS_BANK = layer_paths(
+    {
+        "router/kernel": "router.weight",
+        "router/bias": "router.bias",
+        **dict.fromkeys(_GATE_UP, "experts.gate_up_proj"),
+        "experts/down_proj": "experts.down_proj",
+        **dict.fromkeys(("experts/gate_bias", "experts/up_bias"), "experts.gate_up_proj_bias"),
+        "experts/down_bias": "experts.down_proj_bias",
+    },
+    "model.layers.{layer}.mlp",
+)
+_OSS_TENSORS = {
+    **ENDS,
+    **blocks(ATTENTION, NORMS),
+    "layers/{layer}/self_attn/sinks": "model.layers.{layer}.self_attn.sinks",
+    **_OSS_BANK,
+}
+_OSS_YARN = {
+    **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0},
+    **{"truncate": False, "original_max_position_embeddings": 4096},
+}
+
+
+def _gpt_oss(fields: Fields, config: Fields) -> dict[str, Any]:
+    """Every second layer has a window, the first one among them. Biases are the rule."""
+    kinds = config.get("layer_types") or [
+        "full_attention" if i % 2 else "sliding_attention" for i in range(fields["layers"])
+    ]
+    said = config.get("rope_parameters") or config.get("rope_scaling")
+    rope = config if said else {**config, "rope_scaling": _OSS_YARN}
+    bias = bool(config.get("attention_bias", True))
+    # Transformers adds the balancing loss if it returns the router's logits. Files say 0.9 and no.
+    balances = bool(config.get("output_router_logits", False))
+    return {
+        "rotary": rotary_of(rope, fields["head_width"], theta=150000.0),
+        "qkv_bias": bias,
+        "out_bias": bias,
+        "sinks": True,
+        "experts": ExpertsConfig(
+            count=fields["experts"],
+            top_k=fields["top_k"],
+            hidden=fields["hidden"],
+            balance=float(config.get("router_aux_loss_coef", 0.001)) if balances else 0.0,
+            bias=True,
+            clamp=float(config.get("swiglu_limit", 7.0)),
+        ),
+        **windows_of(fields, {"sliding_window": 128, **config, "layer_types": kinds}),
+    }
+
+
+GPT_OSS = DecoderFormat(
+    architecture="GptOssForCausalLM",
+    model_type="gpt_oss",
+    **{
+        **LAYOUT,
+        "tensors": _OSS_TENSORS,
+        # Its experts are [in, out] in a file, gate and up in turns.
+        "transposed": kernels_of(_OSS_TENSORS) - set(_OSS_BANK) | {"layers/{layer}/router/kernel"},
+    },
+    fused=(
+        _together(*_GATE_UP, groups="config.experts.hidden"),
+        _together("experts/gate_bias", "experts/up_bias", groups="config.experts.hidden"),
+    ),
+    fields={
+        **grouped(kv_heads=8, head_width=64, eps=1e-5),
+        "experts": Key(name="num_local_experts", default=128),
+        "top_k": Key(name="num_experts_per_tok", default=4),
+    },
+    choices={"swiglu_alpha": (1.702,), "hidden_act": ("silu",)},
+    build=_gpt_oss,
 )

@@ -1,4 +1,4 @@
-"""Gemma, Gemma 2 and Gemma 3 (text): norms with 1 + scale, GeGLU, scaled embeddings."""
+"""Gemma, Gemma 2 and Gemma 3, of its images alone the text: norms with 1 + scale, GeGLU, scaled embeddings."""
 
 from typing import Any
 
@@ -8,6 +8,7 @@ from .decoder_format import (
     Build,
     DecoderFormat,
     Fields,
+    Key,
     activation_of,
     grouped,
     kernels_of,
@@ -81,7 +82,7 @@ def _gemma3(fields: Fields, config: Fields) -> dict[str, Any]:
         **_scores(config, None, None),
         "rotary": whole,
         "local_rotary": local,
-        "qk_norm": True,
+        "qk_norm": "head",
         "window": config.get("sliding_window", 4096),
         "windowed": tuple(kind == "sliding_attention" for kind in kinds),
     }
@@ -96,17 +97,61 @@ _TENSORS = {
 _LAYOUT = {**LAYOUT, "tensors": _TENSORS, "transposed": kernels_of(_TENSORS)}
 
 
-def _family(architecture: str, model_type: str, build: Build, *, kv_heads: int) -> DecoderFormat:
+def _family(
+    architecture: str, model_type: str, build: Build, *, kv_heads: int, **more: Any
+) -> DecoderFormat:
+    fields = grouped(kv_heads=kv_heads, head_width=256, tie=True) | more.pop("fields", {})
     return DecoderFormat(
         architecture=architecture,
         model_type=model_type,
         **_LAYOUT,
-        fields=grouped(kv_heads=kv_heads, head_width=256, tie=True),
+        fields=fields,
         choices=_CHOICES,
         build=build,
+        **more,
     )
 
 
 GEMMA = _family("GemmaForCausalLM", "gemma", _gemma, kv_heads=16)
 GEMMA2 = _family("Gemma2ForCausalLM", "gemma2", _gemma2, kv_heads=4)
-GEMMA3 = _family("Gemma3ForCausalLM", "gemma3_text", _gemma3, kv_heads=4)
+
+# Configs of the first folders say of the text only what is not as in the smallest model.
+_GEMMA3_SIZES = {
+    "vocab": Key(name="vocab_size", default=262208),
+    "layers": Key(name="num_hidden_layers", default=26),
+    "width": Key(name="hidden_size", default=2304),
+    "heads": Key(name="num_attention_heads", default=8),
+    "hidden": Key(name="intermediate_size", default=9216),
+    "length": Key(name="max_position_embeddings", default=131072, is_computed=False),
+}
+GEMMA3 = _family("Gemma3ForCausalLM", "gemma3_text", _gemma3, kv_heads=4, fields=_GEMMA3_SIZES)
+
+_OF_ALL = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def _text_of_gemma3(config: Fields) -> Fields:
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        raise ValueError(f"the config has text_config={text!r}; it must be that of the text")
+    return {
+        "architectures": [GEMMA3.architecture],
+        **{key: config[key] for key in _OF_ALL if key in config},
+        **text,
+        "model_type": GEMMA3.model_type,
+        "tie_word_embeddings": config.get("tie_word_embeddings", True),
+    }
+
+
+GEMMA3_IMAGES = _family(
+    "Gemma3ForConditionalGeneration",
+    "gemma3",
+    _gemma3,
+    kv_heads=4,
+    fields=_GEMMA3_SIZES,
+    text=_text_of_gemma3,
+    renamed=(
+        (r"^language_model\.lm_head\.", "lm_head."),
+        (r"^(language_model\.model|model\.language_model)\.", "model."),
+    ),
+    kept=(r"(vision_tower|multi_modal_projector)\..*",),
+)

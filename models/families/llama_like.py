@@ -1,5 +1,7 @@
-"""Mistral, Qwen2, Qwen3, Phi-3, GLM and ChatGLM: decoders with RMSNorm, grouped heads, SwiGLU."""
+"""Mistral, Qwen2, Qwen3, Phi-3, GLM, ChatGLM, Granite, SmolLM3, OLMo 2 and 3: decoders with RMSNorm,
+grouped heads and SwiGLU."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -108,7 +110,7 @@ QWEN3 = DecoderFormat(
     **LAYOUT,
     fields=grouped(kv_heads=32, head_width=128),
     choices={"attention_bias": (False,)},
-    build=lambda fields, config: {**_qwen(fields, config), "qk_norm": True},
+    build=lambda fields, config: {**_qwen(fields, config), "qk_norm": "head"},
 )
 
 
@@ -229,4 +231,124 @@ CHATGLM = DecoderFormat(
         "apply_residual_connection_post_layernorm": (False,),
     },
     build=_chatglm,
+)
+
+
+def biases_of(config: Fields) -> dict[str, bool]:
+    """Return the biases of a config with Llama's two keys."""
+    attention, perceptron = (bool(config.get(f"{x}_bias", False)) for x in ("attention", "mlp"))
+    return {"qkv_bias": attention, "out_bias": attention, "mlp_bias": perceptron}
+
+
+def multipliers_of(config: Fields) -> dict[str, float]:
+    """Return what Granite's configs multiply numbers with; absent keys mean 1, of scores too."""
+
+    def value(key: str) -> float:
+        return float(config.get(key, 1.0))
+
+    return {
+        "embed_scale": value("embedding_multiplier"),
+        "residual_scale": value("residual_multiplier"),
+        "score_scale": value("attention_multiplier"),
+        "logit_scale": 1 / value("logits_scaling"),
+    }
+
+
+GRANITE = DecoderFormat(
+    architecture="GraniteForCausalLM",
+    model_type="granite",
+    **LAYOUT,
+    fields=grouped(),
+    choices={},
+    build=lambda fields, config: {
+        "rotary": rotary_of(config, fields["head_width"]),
+        "activation": activation_of(config),
+        **biases_of(config),
+        **multipliers_of(config),
+    },
+)
+
+
+def _smollm3(fields: Fields, config: Fields) -> dict[str, Any]:
+    """Every fourth layer has no positions. Only these may have a window."""
+    every, layers = config.get("no_rope_layer_interval", 4), range(fields["layers"])
+    said = config.get("no_rope_layers")  # 1 means that the layer does have positions
+    rotated = [bool((i + 1) % every) if said is None else bool(said[i]) for i in layers]
+    kinds = config.get("layer_types")
+    if kinds is None:
+        can_slide = config.get("use_sliding_window", False)
+        kinds = ["full" if own or not can_slide else "sliding_attention" for own in rotated]
+    windows = windows_of(fields, {**config, "layer_types": kinds})
+    return {
+        "rotary": rotary_of(config, fields["head_width"], theta=2e6),
+        "rotated": () if all(rotated) else tuple(rotated),
+        "activation": activation_of(config),
+        **biases_of(config),
+        **(windows if "sliding_attention" in kinds else {}),
+    }
+
+
+SMOLLM3 = DecoderFormat(
+    architecture="SmolLM3ForCausalLM",
+    model_type="smollm3",
+    **LAYOUT,
+    fields=grouped(kv_heads=4, tie=True),
+    choices={},
+    build=_smollm3,
+)
+
+_OLMO_NORMS = {x: x for x in ("post_attention_layernorm", "post_feedforward_layernorm")}
+_OLMO_TENSORS = {**ENDS, **blocks({**ATTENTION, **PERCEPTRON}, {**_OLMO_NORMS, **HEAD_NORMS})}
+_OLMO: dict[str, Any] = {
+    **LAYOUT,
+    "tensors": _OLMO_TENSORS,
+    "transposed": kernels_of(_OLMO_TENSORS),
+    "fields": grouped(eps=1e-5),
+    "choices": {},
+}
+
+
+def _olmo2(fields: Fields, config: Fields) -> dict[str, Any]:
+    return {
+        "arrangement": "norms_after",
+        "qk_norm": "all",
+        "activation": activation_of(config),
+        **biases_of(config),
+        "mlp_bias": False,
+    }
+
+
+def _olmo3(fields: Fields, config: Fields) -> dict[str, Any]:
+    """Three of four layers have a window. Scaling of positions is for the others alone."""
+    kinds = config.get("layer_types") or [
+        "sliding_attention" if (i + 1) % 4 else "full_attention" for i in range(fields["layers"])
+    ]
+    width, parameters = fields["head_width"], config.get("rope_parameters") or {}
+    if "full_attention" in parameters or "sliding_attention" in parameters:
+        whole, local = (
+            rotary_of({"rope_parameters": parameters.get(kind)}, width, theta=5e5)
+            for kind in ("full_attention", "sliding_attention")
+        )
+    else:
+        whole = rotary_of(config, width, theta=5e5)
+        local = dataclasses.replace(whole, scaling=None)
+    return {
+        **_olmo2(fields, config),
+        **windows_of(fields, {"sliding_window": 4096, **config, "layer_types": kinds}),
+        "rotary": whole,
+        "local_rotary": None if local == whole else local,
+    }
+
+
+OLMO2 = DecoderFormat(
+    architecture="Olmo2ForCausalLM",
+    model_type="olmo2",
+    **_OLMO,
+    build=lambda fields, config: {
+        **_olmo2(fields, config),
+        "rotary": rotary_of(config, fields["head_width"]),
+    },
+)
+OLMO3 = DecoderFormat(
+    architecture="Olmo3ForCausalLM", model_type="olmo3", **_OLMO, build=_olmo3
 )

@@ -51,6 +51,21 @@ class TestFile:
         assert (options.zero.zero, options.hops.hpz_size) == ("zeropp", "4")
         assert (options.output.run, options.output.resume) == (Path("there"), False)
 
+    @pytest.mark.parametrize(
+        ("written", "words", "resume"),
+        [
+            ("true", [], True),
+            ('"auto"', [], "auto"),
+            ('"auto"', ["--no-resume"], False),
+            ("false", ["--resume"], True),
+            ("false", ["--resume=auto"], "auto"),
+            ("true", ["--resume", "auto", "--steps", "9"], "auto"),
+        ],
+    )
+    def test_a_flag_that_may_have_a_word(self, file, written, words, resume):
+        file.write_text(f"resume = {written}\n")
+        assert read(file, *words).output.resume == resume
+
     def test_repeats_a_flag_that_takes_one_value(self, file):
         file.write_text('prompt = ["a", "b c"]\n[sampling]\neos = [1, 2]\nstop = "x"\n')
         words = with_config(["there", f"--config={file}", "--eos=3"], GenerateOptions)

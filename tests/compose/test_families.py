@@ -25,13 +25,16 @@ WIDTHS = (
 )
 
 
+MIXTURES = ("mixtral", "qwen3_moe", "granitemoe", "gpt_oss", "deepseek")
+
+
 def others(*quick):
     return [name for name in DECODERS if name not in quick]
 
 
 def options_of(name):
     """A mixture's loss is then the cross-entropy alone."""
-    return {"balance": 0.0} if name.startswith(("mixtral", "qwen3_moe")) else {}
+    return {"balance": 0.0} if name.startswith(MIXTURES) else {}
 
 
 def batch_of(data):
@@ -84,10 +87,11 @@ def test_adapters_learn_on_a_base_of_4_bits_and_generate(name):
     """Of a model four times as wide: a base's leaves of few elements stay as they are. It generates
     as the merged model does."""
     config = json.loads((FAMILIES / name / "config.json").read_text())
-    config |= {key: 4 * config[key] for key in WIDTHS if config.get(key)}
-    rope = config.get("rope_parameters") or {}
+    text = config.get("text_config", config)
+    text |= {key: 4 * text[key] for key in WIDTHS if text.get(key)}
+    rope = text.get("rope_parameters") or {}
     for key in ("long_factor", "short_factor"):
-        if key in rope and not config.get("head_dim"):
+        if key in rope and not text.get("head_dim"):
             rope[key] = 4 * rope[key]
     plain = from_hugging_face(config, **options_of(name))
     model = zeroxla.lora(plain, targets=r"(self_attn|attn|mlp)/.*kernel", rank=4, frozen="int4")

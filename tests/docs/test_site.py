@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -60,3 +62,34 @@ def test_files_that_pages_name_are_there():
             if not any((start / name).exists() for start in (REPOSITORY, REPOSITORY / "zeroxla")):
                 missing.append(f"{page.name}: {name}")
     assert not missing
+
+
+def test_link_texts_are_words():
+    """A text such as `zero3.md` tells a reader of the site nothing."""
+    pages = [REPOSITORY / "README.md", *(REPOSITORY / "docs").rglob("*.md")]
+    found = [
+        f"{page.name}: {text}"
+        for page in pages
+        for text in re.findall(r"\[([^\]\n]*\.(?:md|ipynb))\]\(", page.read_text())
+    ]
+    assert found == []
+
+
+def test_the_site_opens_with_the_opening_of_the_readme():
+    pytest.importorskip("mkdocs", reason="the hook of the site needs mkdocs (make docs)")
+    spec = importlib.util.spec_from_file_location(
+        "docs_site", REPOSITORY / "scripts" / "docs_site.py"
+    )
+    site = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(site)
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="index.md"))
+    config = SimpleNamespace(docs_dir=str(REPOSITORY / "docs"))
+    shown = site.on_page_markdown(
+        (REPOSITORY / "docs" / "index.md").read_text(), page, config, None
+    )
+    readme = (REPOSITORY / "README.md").read_text()
+    assert shown.splitlines()[:5] == readme.splitlines()[:5]
+    for opening in ("](pictures/zero3.png)", "\n    make train ", "\n```python\nimport jax"):
+        assert opening in shown
+    assert "runnable" not in shown
+    assert shown.count("\n# ") == 0  # the first line is the only title

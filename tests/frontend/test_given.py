@@ -30,12 +30,12 @@ BOXED = {"block": {"kernel": nn.Partitioned(A, ("x", None)), "bias": nn.Partitio
         ({"params": PARAMS}, False),
         (VARIABLES, True),
         (freeze(VARIABLES), True),
-        ({**VARIABLES, "intermediates": {"x": (A,)}, "losses": {"x": (A,)}}, True),
+        ({**VARIABLES, "intermediates": {"x": (A,)}, "losses": {"x": (A,), "y": A}}, True),
         ({**PARAMS, "batch_stats": VARIABLES["batch_stats"]}, True),
     ],
 )
 def test_dicts(given, has_state):
-    params, state = arrays_by_path(given, SHAPES, STATE)
+    params, state = arrays_by_path(given, SHAPES, STATE, lambda path: path[0] == "losses")
     assert params.keys() == SHAPES.keys()
     assert params["block", "kernel"] is A
     assert params["block", "bias"] is B

@@ -155,6 +155,23 @@ def test_a_chatglm_is_a_glm_under_other_names(tmp_path):
     np.testing.assert_allclose(logits[real], data["logits"][real], atol=1e-5)
 
 
+def test_the_text_of_gemma_3_has_several_names_in_files(tmp_path):
+    """Transformers 4.52 saves it as `model.language_model.`, others as `language_model.model.`"""
+    tensors = tensors_of("gemma3")
+    newer = {
+        f"model.{key.replace('language_model.model.', 'language_model.')}": x
+        for key, x in tensors.items()
+    }
+    first, second = (
+        write_folder(tmp_path / folder, "gemma3", own)
+        for folder, own in (("old", tensors), ("new", newer))
+    )
+    model = from_hugging_face(first)
+    found = leaves_in(second, model)
+    for path, x in leaves_in(first, model).items():
+        np.testing.assert_array_equal(found[path], x)
+
+
 def test_every_family_has_a_recording():
     kinds = {name.split("_")[0] if name.startswith("llama") else name for name in DECODERS}
     assert set(FAMILIES) - {"chatglm"} <= kinds  # chatglm: see its own test

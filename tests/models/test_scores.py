@@ -1,4 +1,4 @@
-"""Attention with windows, segments, caps and slopes, dense and in blocks, against float64 NumPy."""
+"""Attention with windows, segments, caps, slopes and sinks, dense and in blocks, against float64 NumPy."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from zeroxla.models.losses import Head
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 BLOCK, LENGTH, HEADS, GROUPS, WIDTH = 8, 29, 2, 3, 8
 SEGMENTS = np.stack([np.repeat([1, 2, 3], [5, 17, 7]), np.repeat([1, 2, 0], [11, 9, 9])])
+SINKS = np.random.default_rng(2).normal(size=(HEADS, GROUPS)).astype(np.float32)
 SLOPES = alibi_slopes(HEADS * GROUPS).reshape(HEADS, GROUPS)
 
 CASES = {
@@ -27,9 +28,10 @@ CASES = {
     "scale": {"scale": 0.31},
     "slopes": {"slopes_KG": SLOPES},
     "segments": {"segments_BM": SEGMENTS},
+    "sinks": {"sinks_KG": SINKS},
     "all": {
         **{"window": 9, "softcap": 1.3, "scale": 0.5},
-        **{"slopes_KG": SLOPES, "segments_BM": SEGMENTS},
+        **{"slopes_KG": SLOPES, "segments_BM": SEGMENTS, "sinks_KG": SINKS},
     },
 }
 QUICK = ("all",)
@@ -58,25 +60,30 @@ def attention64(q, k, v, *, scale=WIDTH**-0.5, softcap=None, window=None, **arra
             scores = softcap * np.tanh(scores / softcap)
         if slopes is not None:
             scores = scores - slopes[h, g] * (i - np.array(keys))
+        if "sinks_KG" in arrays:  # one more key, whose value is 0
+            scores = np.append(scores, np.float64(arrays["sinks_KG"][h, g]))
         weights = np.exp(scores - scores.max())
-        out[b, i, h, g] = weights / weights.sum() @ v[b, keys, h]
+        weights, total = weights[: len(keys)], weights.sum()
+        out[b, i, h, g] = weights / total @ v[b, keys, h]
     return out
 
 
 @pytest.mark.parametrize("name", thinned(QUICK, slow=[n for n in CASES if n not in QUICK]))
 def test_values_are_those_of_the_formula_and_blocks_have_its_gradient(name):
-    """The gradient of the dense one is JAX's own."""
+    """The gradient of the dense one is JAX's own. Sinks have one, too."""
     options = {key: x if np.isscalar(x) else jnp.asarray(x) for key, x in CASES[name].items()}
     inputs = operands()
+    sinks = options.pop("sinks_KG", None)
     weights = jnp.asarray(np.random.default_rng(1).normal(size=inputs[0].shape), jnp.float32)
 
     def run(block, **more):
-        def loss(q, k, v):
-            out = causal_attention(q, k, v, block=block, **{**options, **more})
+        def loss(operands):
+            *inputs, sinks = operands
+            out = causal_attention(*inputs, block=block, sinks_KG=sinks, **{**options, **more})
             return jnp.sum(out * weights), out
 
-        (_, out), grads = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(*inputs)
-        return out, grads
+        (_, out), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))((*inputs, sinks))
+        return out, jax.tree.leaves(grads)
 
     dense, expected = run(LENGTH)
     np.testing.assert_allclose(dense, attention64(*inputs, **CASES[name]), rtol=0, atol=5e-6)
@@ -86,6 +93,14 @@ def test_values_are_those_of_the_formula_and_blocks_have_its_gradient(name):
         np.testing.assert_allclose(found, dense, rtol=0, atol=5e-6)
         for one, other in zip(grads, expected, strict=True):
             np.testing.assert_allclose(one, other, rtol=0, atol=5e-5)
+
+
+def test_values_may_be_of_another_width_than_keys():
+    q, k, v = operands()
+    dense = causal_attention(q, k, v, window=6)
+    for block in (BLOCK, LENGTH):
+        found = causal_attention(q, k, v[..., :3], block=block, window=6)
+        np.testing.assert_allclose(found, dense[..., :3], atol=5e-6)
 
 
 def test_a_window_counts_places_of_a_cache():
@@ -114,6 +129,7 @@ def test_blocks_outside_of_a_window_are_left_out():
     [
         ({"softcap": 2.0}, "a cap of scores"),
         ({"slopes_KG": SLOPES}, "slopes of scores"),
+        ({"sinks_KG": SINKS}, "sinks of scores"),
         ({"segments_BM": SEGMENTS}, "segments"),
         ({"window": jnp.int32(3)}, "a window that differs between the turns of a loop"),
     ],
@@ -141,19 +157,19 @@ def test_slopes_are_those_of_the_paper(heads, slopes):
 
 
 @pytest.mark.parametrize("chunk", thinned([4], slow=[0, 11]))
-def test_a_head_with_a_bias_and_a_cap_in_chunks(chunk):
+def test_a_head_with_a_bias_a_scale_and_a_cap_in_chunks(chunk):
     keys = jax.random.split(jax.random.key(0), 6)
     x, head = jax.random.normal(keys[0], (2, 11, 8)), jax.random.normal(keys[1], (13, 8))
     bias, targets = jax.random.normal(keys[2], (13,)), jax.random.randint(keys[3], (2, 11), 0, 13)
     weights = [jax.random.normal(key, (2, 11)) for key in keys[4:]]
 
     def of_logits(x, head, bias):
-        logprobs = jax.nn.log_softmax(1.5 * jnp.tanh((x @ head.T + bias) / 1.5))
+        logprobs = jax.nn.log_softmax(1.5 * jnp.tanh(0.7 * (x @ head.T + bias) / 1.5))
         losses = -jnp.take_along_axis(logprobs, targets[..., None], axis=-1)[..., 0]
         return losses, -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
 
     def in_chunks(x, head, bias):
-        return head_statistics(x, Head(head, bias, 1.5), targets, chunk, with_entropy=True)
+        return head_statistics(x, Head(head, bias, 1.5, 0.7), targets, chunk, with_entropy=True)
 
     def with_gradients(function):
         def weighted(*args):

@@ -97,6 +97,22 @@ def test_all_are_started_again_as_often_as_asked(capfd):
     assert run("exit 4", max_restarts=1) == 4
 
 
+@pytest.mark.parametrize(
+    ("ends", "status", "said"),
+    [
+        (("exit 75", "exit 75"), 75, ""),
+        (("exit 0", "exit 75"), 75, ""),
+        (("sleep 1; exit 75", "exit 75"), 75, ""),
+        (("exit 75", "sleep 1; exit 3"), 3, r"Rank 1 \(this host, \d+\) ended with exit code 3"),
+    ],
+)
+def test_an_interruption_that_was_saved_is_passed_on_and_is_no_failure(capfd, ends, status, said):
+    script = f"if [ $ZEROXLA_PROCESS_ID = 0 ]; then {ends[0]}; else {ends[1]}; fi"
+    assert run(script, max_restarts=0 if said else 1) == status
+    err = capfd.readouterr().err
+    assert re.search(said, err) if said else err == ""
+
+
 def test_one_that_hangs_is_named(capfd):
     script = (
         "[ $ZEROXLA_PROCESS_ID = 0 ] || { echo asleep; sleep 60; }; "
@@ -146,7 +162,7 @@ def test_one_that_was_killed_is_not_said_to_be_silent(capfd):
 
 
 @pytest.mark.parametrize(
-    ("trap", "status"), thinned([("echo saved; exit 0", 0)], slow=[("", 130)], rows=True)
+    ("trap", "status"), thinned([("echo saved; exit 75", 75)], slow=[("", 130)], rows=True)
 )
 def test_ctrl_c_reaches_all_as_a_request_to_end(capfd, trap, status):
     script = f"trap '{trap}' TERM; echo ready; while :; do sleep .1; done"

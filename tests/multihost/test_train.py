@@ -88,10 +88,44 @@ def test_an_interrupted_run_is_saved_and_resumed(text, tmp_path, undisturbed, nu
     wait_for_step(launcher, run, 7)
     launcher.send_signal(number)
     status, out = processes.finish(launcher)
-    assert status == 0, out
+    assert status == 75, out
+    assert "launch:" not in out  # it is no failure
     stopped = max(losses(run))
     assert 7 <= stopped < 60
     assert max(int(path.name) for path in (run / "checkpoints").iterdir()) == stopped
     status, out = processes.zeroxla("train", "--run", run, "--resume")
     assert status == 0, out
     assert losses(run) == undisturbed
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_process_stops_all_and_is_no_failure(text, tmp_path, undisturbed):
+    """As when a cluster takes one host away; then the same command goes on."""
+    run = tmp_path / "run"
+    command = [*TRAIN, "--data", text, "--run", run, "--resume", "auto"]
+    launcher = processes.start(["-m", "zeroxla", *command])
+    wait_for_step(launcher, run, 7)
+    os.kill(processes.working_on(run, "ZEROXLA_PROCESS_ID=1"), signal.SIGTERM)
+    status, out = processes.finish(launcher)
+    assert status == 75, out
+    assert "launch:" not in out
+    status, out = processes.zeroxla(*command)
+    assert status == 0, out
+    assert "Resuming" in out
+    assert losses(run) == undisturbed
+
+
+@pytest.mark.slow
+def test_hosts_that_see_other_run_folders_say_so(text, tmp_path):
+    """Process 1 finds no checkpoint, as on a host without the shared disk."""
+    run = tmp_path / "run"
+    few = [*TRAIN[3:], "--data", text, "--steps", "2", "--sample-bytes", "0", "--resume", "auto"]
+    assert train(*few, "--run", run) == 0
+    one, other = run, tmp_path / "elsewhere"
+    command = f"{sys.executable} -m zeroxla train {' '.join(map(str, few))} --run "
+    script = f"[ $ZEROXLA_PROCESS_ID = 0 ] && exec {command} {one}; exec {command} {other}"
+    status, out = processes.zeroxla("launch", "--nodes=2", "--", "sh", "-c", script)
+    assert status == 2, out
+    assert "let all hosts see the same run folder, on a shared disk" in out
+    assert "start: goes on from its checkpoint in process 0, begins anew in process 1" in out
+    assert not other.exists()

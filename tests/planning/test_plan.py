@@ -16,7 +16,8 @@ from tools.quick import quick_compilation  # noqa: F401
 import zeroxla
 from zeroxla import ZeroConfig
 from zeroxla.cli.main import main
-from zeroxla.inspect import array_bytes_per_device, comms
+from zeroxla.inspect import array_bytes_per_device, comms, plot_plan
+from zeroxla.inspect.pictures.figures import PHASE_COLORS
 from zeroxla.mesh.machines import Device, Link, Machines
 from zeroxla.models import GPT, Llama, attention
 from zeroxla.planning.model_presets import PRESETS, model_named
@@ -26,6 +27,7 @@ from zeroxla.planning.wire_bytes import comms_of
 from zeroxla.program import compat
 from zeroxla.program.live.liveness import Scope
 from zeroxla.program.live.peak import peak_bytes
+from zeroxla.program.phases import PHASES
 from zeroxla.program.trace import trace
 from zeroxla.program.walk import local_of
 
@@ -570,3 +572,14 @@ print("status", status, time.process_time() - start, used * 1024)
     assert int(status) == 0
     assert float(seconds) < 20
     assert float(num_bytes) < 2e9
+
+
+def test_the_picture_has_a_colour_for_each_phase():
+    batch = {"tokens": jax.ShapeDtypeStruct((8, 33), jnp.int32)}
+    figure = plot_plan(zeroxla.plan(GPT.tiny(), {"node": 2, "device": 2}, batch))
+    handles, labels = figure.axes[-1].get_legend_handles_labels()
+    colours = [handle.patches[0].get_facecolor() for handle in handles]
+    assert {"forward", "backward", "forward gather", "reduce", "update"} <= set(labels)
+    assert len(set(colours)) == len(set(labels)) == len(labels)
+    assert set(PHASE_COLORS) == set(PHASES)
+    assert len(set(PHASE_COLORS.values())) == len(PHASES)

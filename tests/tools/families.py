@@ -17,7 +17,8 @@ from flax import nnx, traverse_util
 from safetensors.numpy import save_file
 
 from tools.family_weights import weights
-from zeroxla.checkpoint.weights.leaf_in_files import LeafInFiles
+from zeroxla.checkpoint.weights.dequantize import Quantized
+from zeroxla.checkpoint.weights.leaf_in_files import leaves_in_files
 from zeroxla.checkpoint.weights.pretrained import find_tensors
 from zeroxla.checkpoint.weights.safetensors_reader import TensorReader
 from zeroxla.checkpoint.weights.tensor_names import (
@@ -51,17 +52,18 @@ def write_folder(folder: Path, name: str, tensors: dict[str, np.ndarray]) -> Pat
     return folder
 
 
-def leaves_in(folder: Path, model: Any) -> dict[tuple[str, ...], np.ndarray]:
+def leaves_in(
+    folder: Path, model: Any, quantized: Quantized | None = None
+) -> dict[tuple[str, ...], np.ndarray]:
     """Return what the files of a folder hold, by the paths of the model's leaves."""
     module = abstract(model)
     format = format_of(module)
     leaves = format_leaves(param_shapes(module), format, module)
     reader = TensorReader(folder)
-    names = find_tensors(reader, leaves, format)
-    whole = {leaf.path: tuple(slice(0, n) for n in leaf.shape) for leaf in leaves}
+    names = find_tensors(reader, leaves, format, quantized)
+    arrays = leaves_in_files(leaves, reader, names, quantized)
     return {
-        leaf.path: LeafInFiles(leaf=leaf, reader=reader, names=names)[whole[leaf.path]]
-        for leaf in leaves
+        leaf.path: arrays[leaf.path][tuple(slice(0, n) for n in leaf.shape)] for leaf in leaves
     }
 
 

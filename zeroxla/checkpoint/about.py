@@ -18,7 +18,7 @@ from zeroxla.checkpoint.entries import WIRES, Entry, key_kind, slashed
 from zeroxla.config.zero_config import ZeroConfig
 from zeroxla.program.paths import Path as Name
 from zeroxla.program.report import Report, format_bytes
-from zeroxla.step.islands.saved_island import OUTER
+from zeroxla.step.islands.saved_island import COPY, OUTER
 from zeroxla.step.state import TrainState
 
 if TYPE_CHECKING:
@@ -67,7 +67,8 @@ class About(Report):
       config: the options of the step, if they were given.
       position: the position in the data, as it was given.
       key: the kind of the state's PRNG key.
-      outer: an island's rounds, besides arrays; None if it is no island's.
+      outer: an island's rounds, besides arrays; None if it is no island's. With the state of the
+        outer optimizer it has "numbers".
       version: the version of zeroxla that wrote it.
       format: the number of the checkpoint format.
     """
@@ -123,6 +124,35 @@ class About(Report):
             if path[0] == "params":
                 digest.update(f"{slashed(path)} {self.leaves[path]}\n".encode())
         return digest.hexdigest()
+
+    def parameters(self, *, island_own: bool) -> dict[Name, Name]:
+        """Return the array that holds each parameter, by the parameter's name: of an island's
+        checkpoint the shared one, which is evaluated.
+
+        Args:
+          island_own: take the island's own parameters, from which it trains on.
+
+        Raises:
+          ValueError: the island's own are asked for, and the checkpoint is no island's; or it holds
+            no shared ones.
+        """
+        names = {path: path for path in self.leaves if path[0] == "params"}
+        if self.outer is None and island_own:
+            raise ValueError(
+                f"the checkpoint of step {self.number} is of no island, so that it has one set of "
+                "parameters; leave island_own (--island-own) out"
+            )
+        if self.outer is None or island_own:
+            return names
+        shared = {("params", *path[len(COPY) :]): path for path in self.leaves if _is_copy(path)}
+        if not shared:
+            raise ValueError(
+                f"the checkpoint of step {self.number} is of an island, by zeroxla {self.version}, "
+                "which kept the parameters that all islands share in the island of the smallest "
+                "slot alone; read that one's checkpoint, or this island's own parameters with "
+                "island_own=True (--island-own)"
+            )
+        return names | shared
 
     def holds(self, path: Name, entry: Entry) -> bool:
         """Say whether an array is there, with the shape and the dtype of a state's."""
@@ -216,6 +246,10 @@ class About(Report):
                     f"{slashed(path)} is {there or 'missing'}, and here it is {here or 'missing'}; "
                     f"build the same {what}, or restore the parameters that fit with restore_params"
                 )
+
+
+def _is_copy(path: Name) -> bool:
+    return path[: len(COPY)] == COPY
 
 
 def _newer(file: Path, values: Mapping[str, Any]) -> ValueError:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import operator
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 from flax import traverse_util
 
 from zeroxla.checkpoint.about import About
@@ -29,7 +33,7 @@ from zeroxla.program.paths import Path as Name
 from zeroxla.program.shapes import shapes_of
 from zeroxla.step.islands.island import Island
 from zeroxla.step.islands.saved_island import OUTER, SavedIsland
-from zeroxla.step.state import TrainState
+from zeroxla.step.state import TrainState, check_is_state
 from zeroxla.step.step import Step
 
 
@@ -55,6 +59,8 @@ class Checkpointer:
     A checkpoint holds arrays in natural shapes and belongs to no mesh: it opens on more or fewer
     nodes and devices, with other options. It is written into a temporary folder that is renamed
     when all files are on disk, so every listed checkpoint is whole. Every file has a checksum.
+
+    A save that is under way when the interpreter ends is finished first, also after an exception.
 
     In a run of several processes all must make a `Checkpointer`, and make the same calls.
 
@@ -128,14 +134,25 @@ class Checkpointer:
           Whether it was saved; False also if it was there already.
 
         Raises:
+          ValueError: the number is no whole number of 0 or more, the state is none or was donated
+            to a step, or this was closed.
           SaveError: the disk is full or the folder not writable. Earlier checkpoints stay whole.
             A failure in the background is reported by the next call that saves or reads. `wait`
-            and `close` raise it, unless another save has begun by then.
+            and `close` raise it, unless another save has begun by then. If none of them is called,
+            the process ends with a line about it and status 1.
 
         Cost: waits for the save before. Then each device copies its shards to its host, except on
         CPUs; with `asynchronous=False` it waits until all is on disk. Host memory: the copy, until
         it is written.
         """
+        if self._store.is_closed:
+            raise ValueError(
+                f"save({number}) after close: this Checkpointer of {self.folder} has ended; make "
+                "another one, or close it later"
+            )
+        number = _number_of_steps(number)
+        island = state if isinstance(state, SavedIsland) else SavedIsland(inner=state)
+        check_is_state(island.inner, whole=True)
         if number % self.every and not force:
             return False
         self._store.wait_and_report(self._report)
@@ -143,7 +160,6 @@ class Checkpointer:
             if self._store.damage(number) is None:
                 return False
             self._store.delete(number)
-        island = state if isinstance(state, SavedIsland) else SavedIsland(inner=state)
         found = entries(island.inner) | outer_entries(island)
         about = About.of(
             number, island.inner, found, position=position, config=config, outer=island.facts
@@ -183,18 +199,28 @@ class Checkpointer:
         """
         return self._store.about(self._store.listed(number, self._report))
 
-    def restore(self, like: Step | TrainState | Island, number: int | None = None) -> Restored:
+    def restore(
+        self,
+        like: Step | TrainState | Island,
+        number: int | None = None,
+        *,
+        island_own: bool = False,
+    ) -> Restored:
         """Read a state onto a mesh, of any size.
+
+        From an island's checkpoint, a step or a state is given the parameters that all islands
+        share, which are evaluated; an `Island` its own, from which it trains on.
 
         Args:
           like: a step that has seen a batch (`init` or `abstract_state`), or the state's shapes
             with shardings (`Step.abstract_state`), or a state; or an `Island` whose step has seen a
             batch.
           number: the number of steps taken. None means the newest undamaged checkpoint.
+          island_own: read an island's own parameters also into a step or a state.
 
         Raises:
-          ValueError: there is no checkpoint, it is damaged, of another model or optimizer, or from
-            a newer zeroxla.
+          ValueError: there is no checkpoint, it is damaged, of another model or optimizer, from a
+            newer zeroxla, or no island's that has what is asked for.
 
         Cost: reads all files once to check them; then each device's part is read once more. Host
         memory: the shards, and 256 MiB of arrays on their way, or the largest array if that is
@@ -207,11 +233,16 @@ class Checkpointer:
             island, like = like.shapes(), like.step
         shapes = like.shapes() if isinstance(like, Step) else like
         wanted = entries(shapes)
-        if island is not None and any(path[0] == OUTER for path in about.leaves):
+        names: Mapping[Name, Name] = {}
+        if island is None:
+            names = about.parameters(island_own=island_own)
+        elif "numbers" in (about.outer or {}):
             wanted |= outer_entries(island)
         about.check(wanted)
+        if any(path != name for path, name in names.items()):  # wires remember the own ones
+            wanted = {path: entry for path, entry in wanted.items() if path[0] != WIRES}
         wanted = self._with_wires(about, wanted)
-        read = functools.partial(self._store.read_entries, number)
+        read = functools.partial(self._read, number, names)
         in_memory, on_disk = by_place(wanted)
         arrays: dict[Name, Any] = {**read(in_memory)}
         if on_disk:
@@ -223,16 +254,22 @@ class Checkpointer:
         return Restored(number=number, state=state, position=about.position)
 
     def restore_params(
-        self, like: TrainState | None = None, pattern: str = "", number: int | None = None
+        self,
+        like: TrainState | None = None,
+        pattern: str = "",
+        number: int | None = None,
+        *,
+        island_own: bool = False,
     ) -> Any:
-        """Read parameters only, or some of them.
+        """Read parameters only, or some of them; of an island's checkpoint, those that all islands
+        share.
 
         Args:
           like: a state. The parameters that are read replace its own; the others stay. None returns
             NumPy arrays.
           pattern: a regular expression, searched in paths such as "h/attn/c_attn/kernel".
             Parameters with a match are read.
-          number: as in `restore`.
+          number, island_own: as in `restore`.
 
         Returns:
           The state; or a nested dict of NumPy arrays in natural shapes, float32.
@@ -252,12 +289,14 @@ class Checkpointer:
                 f"no parameter of the checkpoint of step {number} matches {pattern!r}; they are "
                 + ", ".join(slashed(p[1:]) for p in about.leaves if p[0] == "params")
             )
+        names = about.parameters(island_own=island_own)
         if like is None:
-            shapes = shapes_of({path: about.leaves[path] for path in chosen})
-            return traverse_util.unflatten_dict(self._store.read(number, shapes))["params"]
+            shapes = shapes_of({names[path]: about.leaves[path] for path in chosen})
+            arrays = self._store.read(number, shapes)
+            return traverse_util.unflatten_dict({p: arrays[names[p]] for p in chosen})["params"]
         found = entries(like)
         about.check(found, chosen)
-        read = functools.partial(self._store.read_entries, number)
+        read = functools.partial(self._read, number, names)
         arrays, on_disk = by_place({path: found[path] for path in chosen})
         # The wire state belongs to other weights.
         new = dataclasses.replace(like, params=with_params(like, read(arrays)), wire_state=None)
@@ -277,6 +316,14 @@ class Checkpointer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _read(
+        self, number: int, names: Mapping[Name, Name], wanted: Mapping[Name, Entry]
+    ) -> dict[Name, jax.Array]:
+        """Read arrays onto a mesh, some of them under other names."""
+        stored = {names.get(path, path): entry for path, entry in wanted.items()}
+        found = self._store.read_entries(number, stored)
+        return {path: found[names.get(path, path)] for path in wanted}
+
     def _with_wires(self, about: About, wanted: dict[Name, Entry]) -> dict[Name, Entry]:
         """Leave out the wire state unless all of it fits."""
         wires = {path: entry for path, entry in wanted.items() if path[0] == WIRES}
@@ -289,6 +336,23 @@ class Checkpointer:
                 "or other formats, and starts anew"
             )
         return {path: entry for path, entry in wanted.items() if path[0] != WIRES}
+
+
+def _number_of_steps(number: Any) -> int:
+    """Return a number of steps, of Python, NumPy or JAX, as an int.
+
+    Raises:
+      ValueError: it is none.
+    """
+    found = -1
+    if not isinstance(number, bool | np.bool_):
+        with contextlib.suppress(TypeError):
+            found = operator.index(number)
+    if found < 0:
+        raise ValueError(
+            f"save({number!r}, ...): the number of steps taken is a whole number of 0 or more"
+        )
+    return found
 
 
 def _warn(text: str) -> None:

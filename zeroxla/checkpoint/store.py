@@ -5,9 +5,14 @@ A checkpoint is whole or not there. `Checkpointer` adds the training state to th
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import itertools
+import os
 import shutil
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -21,13 +26,25 @@ from zeroxla.checkpoint.checksums import find_damage
 from zeroxla.checkpoint.entries import Entry, empty
 from zeroxla.checkpoint.errors import SaveError, full_disk, quiet_absl, room, root_cause
 from zeroxla.checkpoint.orbax_handler import SAVE_TIMEOUT_S, RestoreState, SaveState, StateHandler
+from zeroxla.mesh.processes.ending import before_leaving, leave
 from zeroxla.mesh.processes.exchange import exchange, on_first
+from zeroxla.program.compat import before_threads_end
 from zeroxla.program.paths import Path as Name
 from zeroxla.program.report import format_bytes
 
 STATE = "state"
 
+EXIT_TIMEOUT_S = 600
+"""Seconds that a process waits for the other ones at its end, which may be dead, until its last
+save counts as lost."""
+
 _saves = itertools.count()  # the same in all processes, which make the same saves
+_unsettled: set[Store] = set()
+"""Stores with a save that nobody has waited for, or whose failure nobody has been told. They are
+held here because a script may drop its `Checkpointer` while files are being written."""
+_ending = threading.Lock()
+_lost: list[str] = []
+"""What was lost at the end of the process, in words."""
 
 
 class Store:
@@ -50,6 +67,7 @@ class Store:
         self._has_failed = False  # whether any save has
         self._has_reported = False  # whether that failure has been reported
         self._damage: dict[int, str | None] = {}  # of the checkpoints that were looked at
+        self.is_closed = False
         try:
             self._manager = ocp.CheckpointManager(
                 folder,
@@ -86,9 +104,15 @@ class Store:
         arrays = SaveState(stored, about, name=f"save {next(_saves)}")
         self._saving = number
         self._saving_bytes = sum(e.array.size * e.array.dtype.itemsize for e in stored.values())
-        with self._failing_as_save_error():
-            on_first("folder of checkpoints", lambda: self._make_room(number))
-            self._manager.save(number, args=ocp.args.Composite(**{STATE: arrays}), force=True)
+        _watch_the_end()
+        _unsettled.add(self)
+        try:
+            with self._failing_as_save_error():
+                on_first("folder of checkpoints", lambda: self._make_room(number))
+                self._manager.save(number, args=ocp.args.Composite(**{STATE: arrays}), force=True)
+        except BaseException:
+            _unsettled.discard(self)  # the caller is told
+            raise
         self._damage[number] = None
 
     def wait(self) -> None:
@@ -99,6 +123,7 @@ class Store:
         """
         self._settle()
         failure, self._failure = self._failure, None
+        _unsettled.discard(self)
         if failure is not None:
             raise failure
 
@@ -202,11 +227,14 @@ class Store:
         self._damage.pop(number, None)
 
     def close(self) -> None:
-        """Wait for the last save, and release threads.
+        """Wait for the last save, and release threads. A store that is closed does nothing.
 
         Raises:
           SaveError: the last save could not be written.
         """
+        if self.is_closed:
+            return
+        self.is_closed = True
         try:
             self.wait()
         finally:
@@ -224,6 +252,28 @@ class Store:
                 self._manager.check_for_errors()
         except SaveError as error:
             self._failure, self._has_reported = error, False
+        if self._failure is None:
+            _unsettled.discard(self)
+
+    def loss(self, timeout: float) -> str | None:
+        """Wait until the last save is whole, as the process ends; return why it is not, if so.
+
+        Args:
+          timeout: seconds to wait, if there are other processes.
+        """
+        if jax.process_count() == 1:
+            self._settle()
+        else:
+            settling = threading.Thread(target=self._settle, daemon=True)
+            settling.start()
+            settling.join(timeout)
+            if settling.is_alive():
+                return (
+                    f"the checkpoint of step {self._saving} in {self.folder} was not whole "
+                    f"{timeout:.0f} s after the end of this process, one of "
+                    f"{jax.process_count()}: another one may have ended before"
+                )
+        return None if self._failure is None else str(self._failure)
 
     def _make_room(self, number: int) -> None:
         self._remove_leftovers()
@@ -267,3 +317,47 @@ class Store:
         why = f"{words} (it takes over {format_bytes(self._saving_bytes)}, {room(self.folder)})"
         go_on = "save again, or go on from it" if others else "save again"
         return f"{text}{why}\n{kept}; make room, then {go_on}"
+
+
+@functools.cache
+def _watch_the_end() -> None:
+    """Have saves finished, or their loss told, when this process ends."""
+    before_threads_end(_settle_all)
+    before_leaving(_settle_all)
+    atexit.register(_end_with_losses)
+    os.register_at_fork(after_in_child=_unsettled.clear)  # the parent's saves are not the child's
+    # Jupyter kills a kernel that has not ended within 5 s, so a notebook's cell waits for its saves.
+    ipython = sys.modules.get("IPython")
+    shell = ipython and ipython.get_ipython()
+    if shell is not None:
+        shell.events.register("post_run_cell", lambda *_: _settle_all())
+
+
+def _settle_all(timeout: float = EXIT_TIMEOUT_S) -> None:
+    """Finish all saves under way, and print a line for each that is lost.
+
+    Args:
+      timeout: seconds to wait for each, if there are other processes.
+    """
+    if not _ending.acquire(timeout=timeout):  # another thread ends the process, and waits for them
+        return
+    try:
+        for store in list(_unsettled):
+            try:
+                loss = store.loss(timeout)
+            except BaseException as error:  # Ctrl-C too: who is impatient must hear of the loss
+                loss = f"the checkpoints in {store.folder} are not finished: {error!r}"
+            _unsettled.discard(store)
+            if loss is not None:
+                _lost.append(loss)
+                print("error:", loss.replace("\n", "; "), file=sys.stderr, flush=True)
+    finally:
+        _ending.release()
+
+
+def _end_with_losses() -> None:
+    """End the process with status 1 if a save is lost. An exception of an exit handler leaves the
+    status 0, and the interpreter has no other way to change it."""
+    _settle_all()  # no save is left, unless the interpreter did not call it while threads ran
+    if _lost:
+        leave(1)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from zeroxla.cli.errors import UsageError
 from zeroxla.cli.islands.folders import folder_of, folder_of_options, island_folders, saved_at
-from zeroxla.cli.option_groups import JobOptions, flag
+from zeroxla.cli.option_groups import AUTO, JobOptions, flag
 from zeroxla.cli.read_options import read_options
 from zeroxla.cli.run_folder import check_command, has_checkpoint, read_config
 from zeroxla.cli.run_sections import stored_options
@@ -49,8 +49,9 @@ def continued(
 ) -> _Job:
     """Return the options of a job. If it continues a run, the run's options are its defaults.
 
-    An island continues from its own checkpoint. If it has none it begins anew, with the options of
-    the other islands of the run, if there are any.
+    With `--resume auto` a run begins if its folder has no checkpoint; what is returned has `resume`
+    False then. An island continues from its own checkpoint. If it has none it begins anew, with the
+    options of the other islands of the run, if there are any.
 
     Args:
       command: the command's name.
@@ -66,7 +67,16 @@ def continued(
     named = RUNS / f"{command}-{os.environ[STARTED]}" if restarted else None
     run = options.output.run or named
     there = run is not None and has_checkpoint(folder_of(run, slot))
-    if not options.output.resume and not (restarted and there):
+    resume = options.output.resume
+    if resume == AUTO:
+        if run is None:
+            raise UsageError(
+                f"--resume {AUTO} without --run: the next start would not find the run; name its "
+                "folder with --run"
+            )
+        if slot is None and saved_at(run) is None:
+            return _with_output(options, run, resume=False)
+    elif not resume and not (restarted and there):
         return options
     run = run or newest_run(RUNS, command)
     source = folder_of_options(run, slot)
@@ -82,7 +92,7 @@ def continued(
         check_resumable(stored, given, free)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    return _with_output(given, run, resume=not begins)
+    return _with_output(given, run, resume=not begins and (resume or True))
 
 
 def check_resumable(stored: JobOptions, given: JobOptions, free: Collection[str]) -> None:
@@ -110,7 +120,7 @@ def check_resumable(stored: JobOptions, given: JobOptions, free: Collection[str]
         )
 
 
-def _with_output(options: _Job, run: Path, *, resume: bool) -> _Job:
+def _with_output(options: _Job, run: Path, *, resume: bool | str) -> _Job:
     output = dataclasses.replace(options.output, run=run, resume=resume)
     return dataclasses.replace(options, output=output)  # pyright: ignore[reportArgumentType]
 

@@ -12,16 +12,11 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from zeroxla.checkpoint.weights.adapter_export import export_adapter
-from zeroxla.checkpoint.weights.export import export_params
-from zeroxla.checkpoint.weights.safetensors_writer import BESIDE
-from zeroxla.cli.data.chat_template import TEMPLATE
+from zeroxla.cli.data.chat_template import MORE_TEMPLATES, TEMPLATE
 from zeroxla.cli.errors import UsageError
+from zeroxla.cli.inputs import check_run
 from zeroxla.cli.read_options import read_options
 from zeroxla.cli.run_folder import CHECKPOINTS
-from zeroxla.cli.stored_run import StoredRun
-from zeroxla.cli.train.model import MODEL, exported
-from zeroxla.frontend.lora.model import LoraModel
 
 _OF_THE_TENSORS = ("dtype", "torch_dtype", "quantization_config")
 """Keys of a config that say how its own tensors are stored."""
@@ -39,6 +34,9 @@ class ExportOptions:
     """Write the adapters alone, in PEFT's format. Default: all weights, the adapters merged."""
     step: int | None = None
     """Step of the checkpoint to export. Default: the newest checkpoint that is not damaged."""
+    island_own: bool = False
+    """Export an island's own parameters. Default: those that all islands share, whose loss the run
+    reports."""
     format: Literal["safetensors"] = "safetensors"
     """Format of the files."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -71,8 +69,17 @@ def export(options: ExportOptions) -> int:
       ValueError: the run holds no whole checkpoint, an option cannot work, or the folder cannot be
         written.
     """
-    console = Console(highlight=False, soft_wrap=True)
     run = options.run.expanduser()
+    check_run(run, "export")
+    # Here, because they take long to import.
+    from zeroxla.checkpoint.weights.adapter_export import export_adapter
+    from zeroxla.checkpoint.weights.export import export_params
+    from zeroxla.checkpoint.weights.safetensors_writer import BESIDE
+    from zeroxla.cli.stored_run import StoredRun
+    from zeroxla.cli.train.model import MODEL, exported
+    from zeroxla.frontend.lora.model import LoraModel
+
+    console = Console(highlight=False, soft_wrap=True)
     stored = StoredRun.of(run, "export")
     model, config = exported(stored.options, run)
     model = stored.as_stored(model)
@@ -105,6 +112,7 @@ def export(options: ExportOptions) -> int:
                 base=None if base is None else str(base),
                 dtype=options.dtype,
                 progress=progress,
+                island_own=options.island_own,
             )
         else:
             files = export_params(
@@ -115,10 +123,13 @@ def export(options: ExportOptions) -> int:
                 max_shard_size=options.max_shard_size,
                 config={name: x for name, x in config.items() if name not in _OF_THE_TENSORS},
                 progress=progress,
+                island_own=options.island_own,
             )
     kept = [run / MODEL / name for name in BESIDE if name != "config.json"]
     for file in filter(Path.is_file, (*kept, run / TEMPLATE)):
         shutil.copyfile(file, folder / file.name)
+    for more in filter(Path.is_dir, (run / MODEL / MORE_TEMPLATES, run / MORE_TEMPLATES)):
+        shutil.copytree(more, folder / MORE_TEMPLATES, dirs_exist_ok=True)
     console.print(f"Exported step {number} in {options.dtype} to {folder}:", markup=False)
     for file in files:
         console.print(f"  {file.name}  {file.stat().st_size:,} bytes", markup=False)

@@ -10,27 +10,27 @@ import abc
 import contextlib
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 from jax.sharding import Mesh
-from rich.progress import Progress
 
 from zeroxla.checkpoint.checkpointer import Checkpointer
 from zeroxla.checkpoint.errors import SaveError
 from zeroxla.cli.circumstances import check_same, circumstances
 from zeroxla.cli.continued_run import RUNS
-from zeroxla.cli.errors import LostRunError, RunFolderError
+from zeroxla.cli.errors import INTERRUPTED, LostRunError, RunFolderError
 from zeroxla.cli.held_run import HeldRun, unwritten
 from zeroxla.cli.interrupt import StopRequest, stop_on_signal
 from zeroxla.cli.islands.folders import folder_of
-from zeroxla.cli.option_groups import JobOptions
+from zeroxla.cli.option_groups import AUTO, JobOptions
 from zeroxla.cli.run_folder import CHECKPOINTS, NoRunFolder, RunFolder
 from zeroxla.cli.run_lock import check_free
 from zeroxla.cli.run_sections import read_section
 from zeroxla.cli.tracking.observer import Observer
-from zeroxla.cli.train.output import Output, resume_command
+from zeroxla.cli.train.chosen import Setting
+from zeroxla.cli.train.output import LoopProgress, Output, resume_command
 from zeroxla.mesh.processes.environment import STARTED
 from zeroxla.mesh.processes.exchange import agree, exchange, on_first
 from zeroxla.program.extras import extra
@@ -57,6 +57,7 @@ class Job(abc.ABC, Generic[_Options, _Output]):
       done: the number of steps that the state has taken.
       bar: the progress bar, while the loop runs.
       observer: the trackers, the profile and the seconds by phase.
+      chosen: the settings, and why they are so; a table at the start shows them.
     """
 
     command: ClassVar[str]
@@ -69,7 +70,8 @@ class Job(abc.ABC, Generic[_Options, _Output]):
     folder: RunFolder | NoRunFolder
     checkpoints: Checkpointer
     held: HeldRun
-    bar: Progress
+    bar: LoopProgress
+    chosen: Sequence[Setting] = ()
 
     def __init__(
         self, options: _Options, mesh: Mesh, output: _Output, slot: int | None = None
@@ -79,6 +81,8 @@ class Job(abc.ABC, Generic[_Options, _Output]):
         self.named: Path = options.output.run or RUNS / f"{self.command}-{started}"
         self.path = folder_of(self.named, slot)
         self.done = 0
+        begins = "goes on from its checkpoint" if options.output.resume else "begins anew"
+        agree("run", {"start": begins}, "let all hosts see the same run folder, on a shared disk")
         self.observer = Observer.of(options.tracking, self.num_steps, self.path, output.warn)
         on_first("run folder", lambda: check_free(self.path))  # at once; it is taken later
         with extra("cli", f"zeroxla {self.command} needs"):
@@ -205,9 +209,12 @@ class Job(abc.ABC, Generic[_Options, _Output]):
 
     def _run(self) -> int:
         self.output.setup(self.mesh, self.source)
+        self.output.settings(self.chosen)
         if self.options.output.resume:
             self.output.print(f"Resuming {self.path} after {self.unit} {self.done}")
-        if self.done > self.num_steps:
+        # A job that starts again whatever came before must not evaluate a complete run once more.
+        complete = self.options.output.resume == AUTO and self.done == self.num_steps
+        if self.done > self.num_steps or complete:
             self.output.print(
                 f"Nothing is left to do: the run has taken {self.done} {self.unit}s, and --steps "
                 f"is {self.num_steps}; give more --steps to go on"
@@ -217,11 +224,18 @@ class Job(abc.ABC, Generic[_Options, _Output]):
         self.begin()
         with (
             stop_on_signal(lambda: self.output.stopping(self.unit)) as stop,
-            self.output.progress(self.num_steps, self.done, self.label) as self.bar,
+            self.output.progress(
+                self.num_steps,
+                self.done,
+                self.label,
+                unit=self.unit,
+                every=self.options.output.log_every,
+            ) as self.bar,
         ):
             self.loop(stop)
         saved = self.save(last=True)  # first: it is what cannot be made again
-        if self.done == self.num_steps:
+        done = self.done == self.num_steps
+        if done:
             self.finish()
         else:
             self.folder.close()
@@ -230,7 +244,8 @@ class Job(abc.ABC, Generic[_Options, _Output]):
         exchange("end", "")  # the first process writes the results, and all must end together
         if not saved:
             self.output.warn(f"{self.unit} {self.done} is not saved; {self.kept()}")
-        return 0 if saved else 1
+            return 1
+        return 0 if done else INTERRUPTED
 
     def kept(self) -> str:
         """Say what is kept of a run that could not write, and how to go on."""
@@ -244,10 +259,6 @@ class Job(abc.ABC, Generic[_Options, _Output]):
             f"the checkpoint of {self.unit} {numbers[-1]} is whole; make room, then continue with: "
             f"{resume}"
         )
-
-    def show_progress(self, number: int, status: str) -> None:
-        """Move the progress bar to a number of steps, with a text beside it."""
-        self.bar.update(self.bar.task_ids[0], completed=number, status=status)
 
     def is_due(self, every: int) -> bool:
         """Return whether something that is done every so many steps is due, and not at the end."""
@@ -268,6 +279,9 @@ class Job(abc.ABC, Generic[_Options, _Output]):
             self.held.errors.write_error(error)
             self.output.warn(str(error))
             return False
+        if not self.output.has_bars:
+            state = "saved" if last else "is being written"
+            self.output.print(f"{self.unit} {self.done}: checkpoint {state}")
         return True
 
     def close(self) -> None:

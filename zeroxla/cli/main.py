@@ -10,6 +10,7 @@ import importlib
 import os
 import select
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -67,10 +68,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
       arguments: the words after the program's name. None means `sys.argv[1:]`.
 
     Returns:
-      The exit status: 0 when the work is done, or was interrupted and saved; 1 when something of
-      the run could not be written, it has diverged, or what was asked for is not so (a plan that
-      does not fit, a step with stalls); 2 for an option or an input that cannot
-      work; 130 when interrupted with nothing to save; 141, as of other programs, when what reads
+      The exit status: 0 when the work is done; 75 when it was interrupted and saved; 1 when
+      something of the run could not be written, it has diverged, or what was asked for is not so (a
+      plan that does not fit, a step with stalls); 2 for an option or an input that cannot work; 130
+      when interrupted with nothing to save; 141, as of other programs, when what reads
       the output has ended, such as `head`.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -111,15 +112,47 @@ def _run(arguments: Sequence[str]) -> int:
             module = importlib.import_module(command.module)
         return module.run(rest)
     except (UsageError, MissingExtraError, RunFolderError, DivergedError) as error:
-        from rich.console import Console
-
-        console = Console(stderr=True, highlight=False, soft_wrap=True)
-        console.print("[bold red]error:[/] ", end="")
-        console.print(str(error), markup=False)
-        return 1 if isinstance(error, RunFolderError | DivergedError) else 2
+        return _told(error)
+    except (RuntimeError, AssertionError) as error:
+        if (said := _no_devices(error)) is None:
+            raise
+        return _told(UsageError(said))
     except KeyboardInterrupt:
         print("interrupted; nothing was saved since the last checkpoint", file=sys.stderr)
         return 130
+
+
+def _told(error: Exception) -> int:
+    """Print an error; return the exit status."""
+    from rich.console import Console
+
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print("[bold red]error:[/] ", end="")
+    console.print(str(error), markup=False)
+    return 1 if isinstance(error, RunFolderError | DivergedError) else 2
+
+
+def _no_devices(error: BaseException) -> str | None:
+    """Return what there is to say if JAX could not start its devices; None of another error.
+
+    JAX raises a RuntimeError that tells the reason, or a bare AssertionError where its plugin for
+    the platform finds nothing.
+    """
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not any(x.co_name == "backends" and "xla_bridge" in x.co_filename for x in codes):
+        return None
+    asked = os.environ.get("JAX_PLATFORMS")
+    lines = str(error).strip().splitlines()
+    reason = f" ({lines[0]})" if lines else ""
+    if not asked:
+        return f"JAX cannot start its devices{reason}; mend its parts, or set JAX_PLATFORMS=cpu"
+    kind = asked.partition(",")[0]
+    gpu = kind in ("cuda", "gpu")
+    needed = "pip install 'zeroxla[cuda13]'" if gpu else f"JAX's part for {kind}"
+    return (
+        f"JAX_PLATFORMS={asked}: JAX finds no such devices here{reason}; unset it to take what "
+        f"there is, set it to cpu, or install what drives them: {needed}"
+    )
 
 
 def _is_read() -> bool:

@@ -22,13 +22,8 @@ def named_object(name: str, option: str) -> Any:
     Raises:
       ValueError: the text has another form, or there is no such module, file or object.
     """
-    module, colon, attribute = name.rpartition(":")
-    if not (module and colon and attribute):
-        raise ValueError(
-            f"{option} {name!r} names no object; give MODULE:NAME or FILE.py:NAME, such as "
-            "my_code:Thing"
-        )
-    found: Any = _module(module, option)
+    module, attribute = check_object(name, option)
+    found: Any = _module(module)
     for part in attribute.split("."):
         if not hasattr(found, part):
             raise ValueError(
@@ -38,23 +33,54 @@ def named_object(name: str, option: str) -> Any:
     return found
 
 
-def _module(name: str, option: str) -> Any:
-    """Import a module by its name or its file. Errors of its own code are raised as they are."""
+def check_object(name: str, option: str) -> tuple[str, str]:
+    """Check that there is a module or a file for a name, without importing it.
+
+    Args:
+      name, option: as of `named_object`.
+
+    Returns:
+      The module or the file, and the name of the object in it.
+
+    Raises:
+      ValueError: the text has another form, or there is no such module or file.
+    """
+    module, colon, attribute = name.rpartition(":")
+    if not (module and colon and attribute):
+        raise ValueError(
+            f"{option} {name!r} names no object; give MODULE:NAME or FILE.py:NAME, such as "
+            "my_code:Thing"
+        )
+    if module.endswith(".py"):
+        if not Path(module).is_file():
+            raise ValueError(f"{option}: there is no file {module}; give the path of a Python file")
+    elif not _has_module(module):
+        raise ValueError(
+            f"{option}: there is no module {module!r}; run the command in the folder that holds "
+            f"it, or give the path of its file: FILE.py:NAME"
+        )
+    return module, attribute
+
+
+def _has_module(name: str) -> bool:
+    """Return whether there is a module. What stands around it is imported to look for it."""
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
+    if name in sys.modules:
+        return True
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # a package around it is there, and lacks another itself
+        return False
+
+
+def _module(name: str) -> Any:
+    """Import a module by its name or its file. Errors of its own code are raised as they are."""
     if not name.endswith(".py"):
-        try:
-            return importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-                raise  # the module is there, and lacks a package itself
-            raise ValueError(
-                f"{option}: there is no module {name!r}; run the command in the folder that holds "
-                f"it, or give the path of its file: FILE.py:NAME"
-            ) from error
+        return importlib.import_module(name)
     file = Path(name)
-    if not file.is_file():
-        raise ValueError(f"{option}: there is no file {name}; give the path of a Python file")
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None
     assert spec.loader is not None

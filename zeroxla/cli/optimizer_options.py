@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import optax
 
 _PARAMETERS = ("beta1", "beta2", "epsilon", "momentum")
+_RATES = ("learning_rate", "critic_learning_rate", "warmup", "min_rate")
 _TAKES = {
     "adamw": ("beta1", "beta2", "epsilon"),
     "lamb": ("beta1", "beta2", "epsilon"),
@@ -59,21 +60,25 @@ class OptimizerOptions:
                 raise ValueError(f"--epsilon {value} must be above 0, and finite in float32")
         for own in ("weight_decay", "clip"):
             value = getattr(self, own)
-            if not 0 <= value <= LARGEST:
+            if value is not None and not 0 <= value <= LARGEST:
                 raise ValueError(f"{flag(own)} {value} must be at least 0, and finite in float32")
 
-    def check_own(self, names: tuple[str, ...]) -> None:
+    def check_own(self, usual: OptimizerOptions, used: Collection[str] = ()) -> None:
         """Check that no option of the optimizer was given beside the optimizer of a file.
 
         Args:
-          names: further options of this group that set the optimizer's rates.
+          usual: the defaults.
+          used: options that the file leaves to the command.
 
         Raises:
           ValueError: options would have no effect.
         """
-        usual = type(self)()
-        every = (*_PARAMETERS, "weight_decay", "clip", *names)
-        found = [flag(x) for x in every if getattr(self, x) != getattr(usual, x)]
+        every = (*_PARAMETERS, "weight_decay", "clip", *_RATES)
+        found = [
+            flag(x)
+            for x in every
+            if x not in used and getattr(self, x, None) != getattr(usual, x, None)
+        ]
         if found:
             raise ValueError(
                 f"{', '.join(found)}: without effect, --deepspeed says what the optimizer is; "

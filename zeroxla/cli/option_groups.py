@@ -6,13 +6,31 @@ import dataclasses
 import typing
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+import tyro
 
 LARGEST = 3.4028234663852886e38
 """The largest float32: a larger number is infinite in the program."""
 
 LARGEST_SEED = 2**32 - 1
 """The largest seed. JAX takes 32 bits of a seed, so a larger one would stand for a smaller one."""
+
+
+AUTO = "auto"
+_RESUME: dict[tuple[str, ...], Any] = {(): True, (AUTO,): AUTO, ("no",): False}
+
+# `--resume`, `--resume auto`, or `--resume no`, which is also written `--no-resume`.
+Resume = Annotated[
+    bool | Literal["auto"],
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs="*",
+        metavar="[auto]",
+        instance_from_str=lambda words: _resume(tuple(words)),
+        is_instance=lambda value: value in _RESUME.values(),
+        str_from_instance=lambda value: [str(value)],
+    ),
+]
 
 
 class OptionGroups:
@@ -83,6 +101,12 @@ def check_seed(seed: int) -> None:
     """
     if not 0 <= seed <= LARGEST_SEED:
         raise ValueError(f"--seed {seed} must be between 0 and {LARGEST_SEED}")
+
+
+def _resume(words: tuple[str, ...]) -> Any:
+    if words not in _RESUME:
+        raise ValueError(f"{' '.join(words)}: write --resume, or --resume {AUTO}")
+    return _RESUME[words]
 
 
 def flag(name: str) -> str:

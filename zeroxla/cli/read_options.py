@@ -8,6 +8,7 @@ error of a check is printed like every other error of the command.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import shutil
 import textwrap
 import types
@@ -19,9 +20,12 @@ from typing import Annotated, Any, TypeVar
 import tyro
 
 from zeroxla.cli.errors import UsageError
+from zeroxla.cli.option_groups import flag
 from zeroxla.cli.option_help import CONFIG_HELP, groups_of, help_texts, paragraphs
 
 _T = TypeVar("_T")
+SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+"""Other names of choices."""
 _WORDS: dict[Any, str] = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
 
 
@@ -41,10 +45,12 @@ def read_options(
       UsageError: values do not go together.
       SystemExit: with status 0 after --help, and 2 after an option or a value that cannot be read.
     """
+    arguments = _with_choices(arguments, kind)
     # The options' groups order the help; as prefixes of every flag they would be noise.
     read: Any = tyro.cli(
         _shown(kind, default),
-        args=list(arguments),
+        # This flag takes a word, so tyro does not make its opposite.
+        args=["--resume=no" if word == "--no-resume" else word for word in arguments],
         prog=f"zeroxla {command}",
         description=_description(kind),
         config=(tyro.conf.OmitArgPrefixes,),
@@ -59,6 +65,44 @@ def read_options(
         )
     except ValueError as error:
         raise UsageError(str(error)) from error
+
+
+def _with_choices(arguments: Sequence[str], kind: type[Any]) -> list[str]:
+    """Return a command line in which short names of choices are written out.
+
+    Raises:
+      UsageError: a value is none of the choices of its option. tyro would list them as a set, in
+        another order each time.
+    """
+    hints = [typing.get_type_hints(x) for x in groups_of(kind).values() or [kind]]
+    known = {flag(name): sorted(_choices(hint)) for own in hints for name, hint in own.items()}
+    choices = {name: found for name, found in known.items() if found}
+    words = list(arguments)
+    for i, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        name = flag(name[2:]) if name.startswith("--") else ""
+        if name not in choices or (not equals and i + 1 == len(words)):
+            continue
+        value = value if equals else words[i + 1]
+        value = SHORT.get(value, value)
+        if value not in choices[name] and not value.startswith("--"):
+            nearest = difflib.get_close_matches(value, choices[name], n=1)
+            hint = f"; did you mean {nearest[0]}?" if nearest else ""
+            raise UsageError(f"{name} {value}: give one of {', '.join(choices[name])}{hint}")
+        if equals:
+            words[i] = f"{name}={value}"
+        else:
+            words[i + 1] = value
+    return words
+
+
+def _choices(hint: Any) -> tuple[str, ...]:
+    """Return the choices of an option; none if it takes other values, too."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        hint, *more = (x for x in typing.get_args(hint) if x is not type(None))
+        if more:
+            return ()
+    return typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
 
 
 def _description(kind: type[Any]) -> str:
@@ -116,7 +160,8 @@ def _argument(name: str, hint: Any, value: Any, text: str) -> Any:
         positional = positional or tyro.conf.Positional in more
         repeated = repeated or tyro.conf.UseAppendAction in more
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        (hint,) = (x for x in typing.get_args(hint) if x is not type(None))
+        each = [x for x in typing.get_args(hint) if x is not type(None)]
+        hint = each[0] if len(each) == 1 else hint
     if positional:
         metavar = name.upper()
     elif typing.get_origin(hint) is typing.Literal:

@@ -15,7 +15,8 @@ def run_job(make: Callable[[], Job[Any, Any]]) -> int:
     """Make a job and run it.
 
     Returns:
-      The exit status: 0, also when interrupted and saved; 1 if the last state could not be saved.
+      The exit status: 0 when all steps are taken, INTERRUPTED when interrupted and saved, 1 if the
+      last state could not be saved.
 
     Raises:
       UsageError: an option or an input cannot work. It is found before the first step.

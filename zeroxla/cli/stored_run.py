@@ -9,10 +9,10 @@ from typing import Any
 
 from zeroxla.checkpoint.checkpointer import Checkpointer
 from zeroxla.cli.deepspeed_file import kept_deepspeed
-from zeroxla.cli.islands.folders import island_folders
+from zeroxla.cli.inputs import check_run
 from zeroxla.cli.rlhf.options import RlhfOptions
 from zeroxla.cli.rlhf.start import actor_of
-from zeroxla.cli.run_folder import CHECKPOINTS, CONFIG, has_checkpoint, read_config
+from zeroxla.cli.run_folder import CHECKPOINTS, has_checkpoint, read_config
 from zeroxla.cli.run_sections import stored_options
 from zeroxla.cli.train.options import TrainOptions
 from zeroxla.cli.zero_options import zero_config
@@ -43,16 +43,7 @@ class StoredRun:
         Raises:
           ValueError: the folder holds no run, or a run without a checkpoint.
         """
-        if not (folder / CONFIG).is_file():
-            islands = ", ".join(path.name for path in island_folders(folder))
-            raise ValueError(
-                f"{folder} holds no run to {use} (it has no config.json); name the folder of "
-                + (
-                    f"one of its islands: {islands}"
-                    if islands
-                    else "a run of zeroxla train or rlhf"
-                )
-            )
+        check_run(folder, use)
         config = read_config(folder)
         # A run of rlhf also holds the options of the training before it, which describe the model.
         section = "before" if config.get("command") == "rlhf" else "options"

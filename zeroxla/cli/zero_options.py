@@ -43,7 +43,8 @@ class ZeroOptions:
     has an optimizer, it takes the place of --optimizer and of the rates beside it."""
     compute_dtype: _Dtype | None = None
     """Dtype of the computation, and of parameters on the wire. The master copy is float32. Default:
-    float32, and for a plan bfloat16."""
+    float32; with --init the dtype that the folder's config.json names; and for a plan bfloat16, in
+    which large models are trained."""
     accumulate: str | None = None
     """Micro-batches per step. They pass through the stages of --pipe one after the other; without
     stages their gradients are added up. With `auto` the budget of --device-memory takes a number.
@@ -161,8 +162,8 @@ class FetchOptions:
     """A leaf stays gathered if at most this many elements are gathered before its next use.
     Default: as for --max-live-parameters."""
     persistence_threshold: int | None = None
-    """Largest number of elements of a leaf that stays gathered for the whole step. Default: 10000;
-    with --deepspeed and for a plan, 100000."""
+    """Largest number of elements of a leaf that stays gathered for the whole step. Default: 100000;
+    with quantized wires less in a small model."""
     model_persistence_cap: int | None = None
     """Largest number of elements of all such leaves together. Default: no limit."""
 
@@ -203,7 +204,7 @@ def zero_config(
     options: ZeroGroups,
     usual: Mapping[str, Any],
     *,
-    deepspeed: Path | None = None,
+    deepspeed: Path | Mapping[str, Any] | None = None,
     path: Path | None = None,
     outer: OuterOptions | None = None,
 ) -> ZeroConfig:
@@ -212,7 +213,7 @@ def zero_config(
     Args:
       options: the options.
       usual: fields of the config that the command has other defaults for, beside a preset.
-      deepspeed: the DeepSpeed file to read, such as a run's copy. None means the option's.
+      deepspeed: the DeepSpeed configuration to read, such as a run's copy. None means the option's.
       path: the folder of state on disk.
       outer: how islands exchange. None means that there are none.
 
@@ -229,7 +230,7 @@ def zero_config(
         else:
             config = dataclasses.replace(ZeroConfig.from_deepspeed(file), **given)
     except NotImplementedError as error:
-        raise ValueError(f"--deepspeed {file}: {error}") from error
+        raise ValueError(f"--deepspeed {options.zero.deepspeed}: {error}") from error
     return dataclasses.replace(config, offload=options.offload.changed(config.offload, path))
 
 

@@ -93,6 +93,16 @@ class Outer:
             raise ValueError(f"Outer(mixing={self.mixing!r}): take a number in [0, 1)")
         object.__setattr__(self, "mixing", float(mixing))
 
+    @property
+    def sentence(self) -> str:
+        """How islands exchange, in a sentence."""
+        parts = "a fragment for each unit" if self.fragments == "units" else self.fragments
+        wire = "float32" if self.wire is None else self.wire.words
+        return (
+            f"The step trains inside zeroxla.Island: every {self.every} steps islands exchange "
+            f"what has changed (outer: fragments {parts}, {wire}, merged {self.delay} steps later)."
+        )
+
     def start_of(self, round: int) -> int:
         """Return the number of steps after which a round starts. Round r exchanges fragment
         r % fragments; the last fragment of a turn is exchanged after a multiple of `every`."""

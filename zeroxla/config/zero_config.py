@@ -22,6 +22,9 @@ from zeroxla.config.undecided import AUTO
 from zeroxla.config.wire_checks import WIRES, check_wires
 from zeroxla.config.wire_format import WireFormat
 
+PERSISTENT = 100_000
+"""Most elements of a persistent leaf, as in DeepSpeed."""
+
 # Finds lookup tables and norms by the names that Flax and common models give them.
 UNQUANTIZED = (r"(?i)(embed|wte|wpe|pos_emb|tok_emb|norm|(^|/)ln)",)
 
@@ -159,9 +162,11 @@ class ZeroConfig:
     """A leaf stays gathered for its next use if at most this many elements are gathered in between.
     None means 0, or is as for `max_live_parameters`. (stage3_max_reuse_distance)"""
 
-    persistence_threshold: int = 100_000
+    persistence_threshold: int | None = None
     """Leaves of at most this many elements are gathered once at the start of a step and kept whole
-    until its end. Their master and optimizer state are split like any other leaf's.
+    until its end. Their master and optimizer state are split like any other leaf's. None means
+    100,000. With quantized wires, which such leaves do not have, None means less in a small model:
+    a thousandth of its elements, or what `quantize_threshold` leaves out if that is more.
     (stage3_param_persistence_threshold)"""
 
     model_persistence_cap: int | None = None
@@ -188,6 +193,15 @@ class ZeroConfig:
         """Whether a memory budget decides which leaves stay gathered for backward."""
         limits = self.max_live_parameters, self.max_reuse_distance
         return self.memory is not None and limits == (None, None)
+
+    def largest_persistent(self, elements: int) -> int:
+        """Return the most elements of a leaf that stays gathered, in a model of `elements`."""
+        if self.persistence_threshold is not None:
+            return self.persistence_threshold
+        if not self.wires:
+            return PERSISTENT
+        # What is too small to be quantized may stay: to gather it again would save no bytes.
+        return min(PERSISTENT, max(elements // 1000, self.quantize_threshold - 1, 0))
 
     def __post_init__(self) -> None:
         settle(self)
@@ -248,7 +262,12 @@ class ZeroConfig:
         return cls(**{"outer": streaming(every), **options})
 
     @classmethod
-    def from_deepspeed(cls, source: str | os.PathLike[str] | Mapping[str, Any]) -> ZeroConfig:
+    def from_deepspeed(
+        cls,
+        source: str | os.PathLike[str] | Mapping[str, Any],
+        *,
+        auto: Mapping[str, Any] | None = None,
+    ) -> ZeroConfig:
         """Return the options that a DeepSpeed configuration asks for.
 
         A key that it does not have keeps this class's default, not DeepSpeed's. One warning lists
@@ -257,11 +276,13 @@ class ZeroConfig:
 
         Args:
           source: the path of a JSON file, or a mapping with the content of one.
+          auto: the values of keys that are written "auto", by dotted name, such as
+            {"scheduler.params.total_num_steps": 1000}. Others that are "auto" count as not written.
 
         Raises:
-          ValueError: the file is missing or holds no JSON object, a key is unknown (the message
-            names the nearest known one), or a value has the wrong type, is out of range or
-            contradicts another.
+          ValueError: the file is missing or holds no JSON object, a key is nearly a known one (the
+            message names it), or a value has the wrong type, is out of range or contradicts
+            another. One message tells all problems.
           NotImplementedError: zeroxla lacks the optimizer or the scheduler.
 
         >>> ZeroConfig.from_deepspeed({"gradient_accumulation_steps": 4}).accumulate
@@ -269,7 +290,7 @@ class ZeroConfig:
         """
         from zeroxla.config.deepspeed.reader import read  # here: few call this method
 
-        settings = read(source)
+        settings = read(source, auto=auto)
         if settings.ignored:
             warnings.warn(settings.warning(), stacklevel=2)
         return cls(**settings.options)

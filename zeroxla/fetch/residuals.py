@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from zeroxla.fetch.barriers import with_barriers
 from zeroxla.fetch.ties import tie
@@ -108,7 +109,9 @@ class Linearized:
         tied, cotangents = tie([env[v] for v in self._late], cotangents, by_data=False)
         env.update(zip(self._late, tied, strict=True))
         run(self._recompute, env)
-        pullback = jax.tree.unflatten(self._pullback, [read(env, a) for a in self._residuals])
+        # A custom rule may index its residuals with traced numbers, as no NumPy constant can be.
+        residuals = [jnp.asarray(read(env, a)) for a in self._residuals]
+        pullback = jax.tree.unflatten(self._pullback, residuals)
         (cotangents,) = pullback(list(cotangents))
         return dict(zip(self.targets, cotangents, strict=True))
 

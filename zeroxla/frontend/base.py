@@ -69,6 +69,9 @@ class Adapted:
     `overwritten(path)`: whether the gradient of this leaf of the model state is its new value, as
     the scales of fp8 dots are; see `OVERWRITE_WITH_GRADIENT`.
 
+    `sown(path)`: whether a leaf of the module's variables is an output of its `sow`, and so neither
+    a parameter nor model state. Known after `init` was traced.
+
     `frozen`: regular expressions as in `ZeroConfig.frozen`, which hold for this model.
 
     `base` and `merge`: for a model with adapters, the model without them, and a traceable function
@@ -90,6 +93,7 @@ class Adapted:
     vocabulary: int | None = None
     indices: tuple[Path, ...] = ()
     overwritten: Callable[[Path], bool] = lambda path: False
+    sown: Callable[[Path], bool] = lambda path: False
     frozen: tuple[str, ...] = ()
     base: Adapted | None = None
     merge: Callable[[Tree], Tree] | None = None

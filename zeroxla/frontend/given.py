@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -18,7 +18,6 @@ from zeroxla.frontend.linen_collections import (
     INTERMEDIATES,
     PERTURBATIONS,
     holds_arrays,
-    is_output,
 )
 from zeroxla.program.paths import Path
 
@@ -26,7 +25,10 @@ Shape = tuple[int, ...]
 
 
 def arrays_by_path(
-    given: Any, shapes: Mapping[Path, Shape], state_paths: Collection[Path]
+    given: Any,
+    shapes: Mapping[Path, Shape],
+    state_paths: Collection[Path],
+    is_sown: Callable[[Path], bool] = lambda path: False,
 ) -> tuple[dict[Path, Any], dict[Path, Any]]:
     """Return the parameters and the model state in `given`, by path, without reading them.
 
@@ -38,6 +40,7 @@ def arrays_by_path(
         may be functions without arguments.
       shapes: the natural shapes of the model's parameters.
       state_paths: the paths of the model state.
+      is_sown: see `Adapted.sown`.
 
     Raises:
       ValueError: it holds no arrays, such as a linen module, or two of its paths read the same.
@@ -51,7 +54,11 @@ def arrays_by_path(
         return {
             path: functools.partial(given, "/".join(path), shape) for path, shape in shapes.items()
         }, {}
-    found = _flat_variables(given, shapes) if isinstance(given, Mapping) else flat_arrays(given)
+    found = (
+        _flat_variables(given, shapes, is_sown)
+        if isinstance(given, Mapping)
+        else flat_arrays(given)
+    )
     known = {_joined(path): path for path in shapes}
     params, model_state = {}, {}
     for path, x in found.items():
@@ -87,19 +94,21 @@ def flat_arrays(given: Any) -> dict[Path, Any]:
     return dict(zip(names_of(tree), jax.tree.leaves(tree), strict=True))
 
 
-def _flat_variables(given: Mapping[Any, Any], shapes: Mapping[Path, Shape]) -> dict[Path, Any]:
+def _flat_variables(
+    given: Mapping[Any, Any], shapes: Mapping[Path, Shape], is_sown: Callable[[Path], bool]
+) -> dict[Path, Any]:
     """Return the leaves of a dict by path. Those of linen variables come without the name of the
     collection "params", and without the outputs of `sow`."""
     params = given.get("params")
     has_own = any(path[0] == "params" for path in shapes)  # a module of this name
     if isinstance(params, Mapping) and (not has_own or "params" in params):
-        others = {
-            n: c
-            for n, c in given.items()
-            if n not in ("params", INTERMEDIATES, PERTURBATIONS)
-            and not (isinstance(c, Mapping) and is_output(dict(c)))
+        no_state = ("params", INTERMEDIATES, PERTURBATIONS)
+        others = {n: c for n, c in given.items() if n not in no_state}
+        state = {
+            p: x
+            for p, x in flat_arrays(others).items()
+            if (callable(x) or holds_arrays(x)) and not is_sown(p)
         }
-        state = {p: x for p, x in flat_arrays(others).items() if callable(x) or holds_arrays(x)}
         return flat_arrays(params) | state
     if given and all(isinstance(name, tuple) for name in given):
         return {tuple(map(str, path)): x for path, x in given.items()}

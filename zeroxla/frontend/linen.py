@@ -2,13 +2,14 @@
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
 import flax.linen as nn
 import jax
 from flax.core import DenyList
+from flax.core.scope import CollectionFilter
 from flax.errors import InvalidRngError, JaxTransformError
 
 from zeroxla.frontend.base import (
@@ -23,16 +24,18 @@ from zeroxla.frontend.base import (
 from zeroxla.frontend.linen_cache import linen_caches
 from zeroxla.frontend.linen_collections import (
     INTERMEDIATES,
-    PERTURBATIONS,
     Extras,
     sort_collections,
+    sown_noted,
+    sown_paths,
 )
 from zeroxla.program.compat import note_layout
+from zeroxla.program.paths import Path
 
 
 def adapt_linen(module: nn.Module, loss: Callable[..., Any] | None) -> Adapted:
     """Adapt a linen module; see `adapt`, and `linen_functions`."""
-    init, call = linen_functions(module, module_loss(module, loss))
+    init, call, is_sown = linen_functions(module, module_loss(module, loss))
 
     def apply(params: Tree, model_state: Tree, *args: Any, **kwargs: Any) -> Any:
         return module.apply({"params": params, **model_state}, *args, **kwargs)
@@ -42,6 +45,7 @@ def adapt_linen(module: nn.Module, loss: Callable[..., Any] | None) -> Adapted:
         call,
         apply=apply,
         bound=lambda params, model_state: module.bind({"params": params, **model_state}),
+        sown=is_sown,
         overwritten=lambda path: path[0] == OVERWRITE_WITH_GRADIENT,
         **linen_caches(module),
         **about_call(module, loss),
@@ -50,16 +54,18 @@ def adapt_linen(module: nn.Module, loss: Callable[..., Any] | None) -> Adapted:
 
 def linen_functions(
     module: nn.Module, run: Callable[..., Any]
-) -> tuple[Callable[..., tuple[Tree, Tree]], Callable[..., tuple[Any, Tree]]]:
+) -> tuple[
+    Callable[..., tuple[Tree, Tree]], Callable[..., tuple[Any, Tree]], Callable[[Path], bool]
+]:
     """Return `run(module, batch, train)` as two pure functions.
 
     Parameters are the collection "params". Every other collection is model state, mutable in
-    training only, except the outputs of `sow` and `perturb` (see `is_output`). Outputs are dropped
-    after a call; inside of it the loss may read them, as `apply.variables["losses"]`. Leaves that
-    hold no arrays, such as the axis names in `params_axes`, are no state and stay as `init` made
-    them. Boxed leaves (`nn.Partitioned` and other axis metadata) are unboxed; the layouts that they
-    name have no effect. `init` runs with train=True, so that variables that only training uses
-    exist too.
+    training only, except what `sow` and `perturb` write, wherever they write it. These outputs are
+    dropped after a call; inside of it the loss may read them, as `apply.variables["losses"]`.
+    Leaves that hold no arrays, such as the axis names in `params_axes`, are no state and stay as
+    `init` made them. Boxed leaves (`nn.Partitioned` and other axis metadata) are unboxed; the
+    layouts that they name have no effect. `init` runs with train=True, so that variables that only
+    training uses exist too.
 
     Rng streams are found by tracing: a name that `make_rng` asks for gets `stream_key(key, name)`.
     (linen falls back to a "params" stream. Passing that instead would hide the names, and also
@@ -67,8 +73,8 @@ def linen_functions(
     are not found; "dropout" is always there.
 
     Returns:
-      `init(key, batch) -> (params, model_state)` and `call(params, model_state, batch, key, *,
-      train) -> (result, model_state)`.
+      `init(key, batch) -> (params, model_state)`, `call(params, model_state, batch, key, *,
+      train) -> (result, model_state)`, and `is_sown(path)`, which knows what was traced so far.
 
     Cost: one more abstract evaluation for train and one for eval.
     """
@@ -78,42 +84,63 @@ def linen_functions(
     def create(key: jax.Array, batch: Any) -> tuple[Tree, Tree]:
         def make(*denied: str) -> Any:
             create = nn.init(partial(run, train=True), module, mutable=DenyList(denied))
-            return create({"params": key}, batch)
+            with sown_noted():
+                return create({"params": key}, batch)
 
         try:
-            boxed = make(PERTURBATIONS)
+            boxed = make()
         except JaxTransformError:
-            boxed = make(PERTURBATIONS, INTERMEDIATES)
+            boxed = make(INTERMEDIATES)
         note_layout(nn.get_partition_spec(boxed))
         params, state, others = sort_collections(nn.meta.unbox(boxed))
         extras[:] = [others]
         return params, state
 
     def apply(
-        params: Tree, state: Tree, batch: Any, key: jax.Array, *, train: bool, options: LinenCall
-    ) -> tuple[Any, Tree]:
-        (others,) = extras
-        mutable = [*(state if train else ()), *others.outputs, *options.mutable]
+        params: Tree,
+        state: Tree,
+        batch: Any,
+        key: jax.Array,
+        *,
+        train: bool,
+        streams: Collection[str],
+        mutable: CollectionFilter,
+    ) -> tuple[Any, Any]:
         call = nn.apply(partial(run, train=train), module, mutable=mutable)
-        rngs = {name: stream_key(key, name) for name in sorted(options.streams)}
-        result, changed = call(others.variables(params, state), batch, rngs=rngs)
-        return result, {**state, **others.state(changed)}
+        rngs = {name: stream_key(key, name) for name in sorted(streams)}
+        return call(extras[0].variables(params, state), batch, rngs=rngs)
+
+    def note(sown: set[Path], options: dict[str, Any], *args: Any) -> None:
+        _, changed = apply(*args, **options)
+        sown |= sown_paths(changed)  # no result of the trace: collections may hold names
 
     def options_of(*args: Any, train: bool) -> LinenCall:
-        options = LinenCall()
+        # It may sow into any collection, but inside of one of JAX's own loops flax cannot.
+        (others,) = extras
+        filters: list[CollectionFilter] = [DenyList("params"), DenyList(("params", INTERMEDIATES))]
+        filters.append([*(args[1] if train else ()), *(path[0] for path in others.sown)])
+        streams = {"dropout"}
         while True:
+            options = {"train": train, "streams": streams, "mutable": filters[0]}
+            sown: set[Path] = set()
             try:
-                jax.eval_shape(partial(apply, train=train, options=options), *args)
-                return options
+                with sown_noted():
+                    jax.eval_shape(partial(note, sown, options), *args)
             except InvalidRngError as error:
                 name = re.search(r'needs PRNG for "([^"]+)"', str(error))
-                if name is None or name[1] in options.streams:
+                if name is None or name[1] in streams:
                     raise
-                options.streams.add(name[1])
-            except JaxTransformError:  # It sows inside of one of JAX's loops, where flax cannot.
-                if not options.mutable:
+                streams.add(name[1])
+            except JaxTransformError:
+                if len(filters) == 1:
                     raise
-                options.mutable.clear()
+                del filters[0]
+            else:
+                others.sown |= sown
+                outputs = {path[0] for path in sown}
+                if len(filters) == 3:
+                    outputs.add(INTERMEDIATES)
+                return LinenCall(streams=streams, outputs=sorted(outputs))
 
     def call(
         params: Tree, model_state: Tree, batch: Any, key: jax.Array, *, train: bool
@@ -123,10 +150,13 @@ def linen_functions(
             jax.eval_shape(create, key, batch)
         if train not in found:
             found[train] = options_of(*args, train=train)
-        result, state = apply(*args, train=train, options=found[train])
-        return result, kept(model_state, state)
+        options = found[train]
+        mutable = [*(model_state if train else ()), *options.outputs]
+        result, changed = apply(*args, train=train, streams=options.streams, mutable=mutable)
+        changed = extras[0].state(changed) if train else {}
+        return result, kept(model_state, {**model_state, **changed})
 
-    return create, call
+    return create, call, lambda path: any(others.is_sown(path) for others in extras)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -135,8 +165,8 @@ class LinenCall:
 
     Attributes:
       streams: the rng streams that it asks for.
-      mutable: the collections of intermediates that it may sow into.
+      outputs: the collections that it sows into.
     """
 
-    streams: set[str] = dataclasses.field(default_factory=lambda: {"dropout"})
-    mutable: list[str] = dataclasses.field(default_factory=lambda: [INTERMEDIATES])
+    streams: Collection[str]
+    outputs: Sequence[str]

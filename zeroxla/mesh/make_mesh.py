@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -12,7 +13,7 @@ from jax.sharding import AxisType, Mesh
 
 from zeroxla.config.values import whole_number
 from zeroxla.mesh.axes import CONTEXT, DEVICE, EXPERT, NODE, PIPE, TENSOR, lengths_beside
-from zeroxla.mesh.processes.start import nodes_of_processes
+from zeroxla.mesh.processes.start import gpus_of_hosts, nodes_of_processes
 
 
 def make_mesh(
@@ -62,7 +63,8 @@ def make_mesh(
 
     Returns:
       A `jax.sharding.Mesh` whose axes are all `AxisType.Auto`. If it leaves devices idle, because
-      `devices_per_node` says so, a warning tells how many.
+      `devices_per_node` says so, a warning tells how many. So it does if the processes of a run
+      take fewer GPUs than their hosts have.
 
     Raises:
       ValueError: a length is no whole number of 1 or more, there are fewer devices than asked for,
@@ -81,6 +83,8 @@ def make_mesh(
         for name, length in ((EXPERT, expert), (CONTEXT, context), (TENSOR, tensor))
     }
     hosts = _by_host(jax.devices() if devices is None else devices)
+    if devices is None and jax.process_count() > 1 and jax.default_backend() == "gpu":
+        _warn_of_idle(hosts)
     if nodes is None:
         nodes = _hosts_of_a_stage(_equal_hosts(hosts), pipe)
     num_devices = sum(map(len, hosts.values()))
@@ -168,6 +172,25 @@ def _by_host(devices: Sequence[jax.Device]) -> dict[str, list[jax.Device]]:
     for device in sorted(devices, key=lambda d: d.process_index):  # keeps each process' own order
         hosts.setdefault(names[device.process_index], []).append(device)
     return hosts
+
+
+def _warn_of_idle(hosts: Mapping[str, Sequence[jax.Device]]) -> None:
+    """Warn if JAX has fewer GPUs of a host than the processes there see."""
+    present = gpus_of_hosts()
+    pairs = Counter((len(taken), present[host]) for host, taken in hosts.items())
+    short = {pair: times for pair, times in pairs.items() if pair[0] < pair[1]}
+    if short:
+        idle = sum(times * (there - taken) for (taken, there), times in short.items())
+        said = ", ".join(
+            f"{times} host{'s' * (times > 1)} x {taken} GPU{'s' * (taken > 1)}, {there} present"
+            for (taken, there), times in short.items()
+        )
+        warnings.warn(
+            f"the processes of this run leave {idle} GPUs idle: {said}; call zeroxla.initialize() "
+            "in place of jax.distributed.initialize(), start one process a host or as many as "
+            "divide its GPUs, or name those that are meant in CUDA_VISIBLE_DEVICES",
+            stacklevel=3,
+        )
 
 
 def _equal_hosts(hosts: Mapping[str, Sequence[jax.Device]]) -> int:

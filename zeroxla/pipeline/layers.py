@@ -72,7 +72,7 @@ def make_layer(given: Any, index: int) -> Layer:
     if isinstance(module, type):
         raise ValueError(f"layer {index} is the class {module.__name__}; give an instance")
     if isinstance(module, nn.Module):
-        init, call = linen_functions(module, _run(forward, module))
+        init, call, _ = linen_functions(module, _run(forward, module))
         return Layer(name=name, kind=type(module).__name__, init=init, call=call, tied=tied)
     # Imported here because importing flax.nnx takes long.
     from zeroxla.frontend.nnx import is_nnx, nnx_functions

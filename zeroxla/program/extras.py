@@ -6,6 +6,7 @@ Come here when a feature needs a package that `make_step` does not need.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from collections.abc import Iterator
 
 # Names under which packages are installed, where they differ from the names that are imported.
@@ -42,3 +43,18 @@ def extra(name: str, purpose: str, instead: str = "") -> Iterator[None]:
             f"{purpose} the package {package}; pip install 'zeroxla[{name}]'{instead}",
             name=error.name,
         ) from error
+
+
+def check_package(module: str, name: str, purpose: str, instead: str = "") -> None:
+    """Check that a package can be imported, without importing it.
+
+    Args:
+      module: the package's module.
+      name, purpose, instead: as of `extra`.
+
+    Raises:
+      MissingExtraError: it is not installed.
+    """
+    with extra(name, purpose, instead):
+        if importlib.util.find_spec(module) is None:
+            raise ModuleNotFoundError(name=module)

@@ -8,7 +8,7 @@ and so do their derivatives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import jax
@@ -19,7 +19,8 @@ from jax.core import Tracer
 
 from zeroxla.program import compat
 from zeroxla.program.primitives import CUSTOM_RULES
-from zeroxla.program.trace import Constant, Equation, Operand, Value, is_float
+from zeroxla.program.rules import pullback_of
+from zeroxla.program.trace import Constant, Equation, Operand, Value
 
 _RULES = frozenset({"bwd", "fwd_jaxpr_thunk", "jvp_jaxpr_fun", "out_trees"})
 """Parameters of custom rules that are functions. The derivative itself is compared instead."""
@@ -37,10 +38,8 @@ def likeness(eq: Equation) -> Hashable:
 
     Cost: the trace of the derivative, if a custom rule is in the equation.
     """
-    inside = _of_equation(eq.source)
     operands = tuple((isinstance(a, Constant), _type_of(a)) for a in eq.inputs)
-    derivative = _derivative(eq) if _has_rule(eq.source) else None
-    return inside, operands, derivative
+    return _of_equation(eq.source, rules=True), operands
 
 
 def likeness_of_run(
@@ -93,29 +92,37 @@ def _is_key(value: Any) -> bool:
     return jnp.issubdtype(jax.dtypes.result_type(value), jax.dtypes.prng_key)
 
 
-def _of_equation(eqn: Any) -> Hashable:
-    """Return the key of a jaxpr's equation, without its operands."""
+def _of_equation(eqn: Any, *, rules: bool) -> Hashable:
+    """Return the key of a jaxpr's equation, without its operands.
+
+    Args:
+      eqn: the equation.
+      rules: whether the derivatives of custom rules are a part of the key. Within a derivative they
+        are not: they are of the second order, and `odeint` has them without end.
+    """
+    has_rule = eqn.primitive.name in CUSTOM_RULES
     params = tuple(
-        (name, _of_param(value))
+        (name, _of_param(value, rules))
         for name, value in sorted(eqn.params.items())
-        if not (eqn.primitive.name in CUSTOM_RULES and name in _RULES)
+        if not (has_rule and name in _RULES)
     )
+    rule = _of_jaxpr(pullback_of(eqn), rules=False) if has_rule and rules else None
     settings = compat.settings_of(eqn)
-    return eqn.primitive.name, params, settings, tuple(map(_of_aval, eqn.outvars))
+    return eqn.primitive.name, params, settings, tuple(map(_of_aval, eqn.outvars)), rule
 
 
 def _of_aval(v: Any) -> Hashable:
     return str(v.aval)
 
 
-def _of_param(value: Any) -> Hashable:
+def _of_param(value: Any, rules: bool) -> Hashable:
     """Return the key of a parameter; that of an object of an unknown kind is its identity."""
     if isinstance(value, tuple | list):
-        return type(value).__name__, tuple(map(_of_param, value))
+        return type(value).__name__, tuple(_of_param(v, rules) for v in value)
     if isinstance(value, dict):
-        return "dict", tuple(sorted((str(k), _of_param(v)) for k, v in value.items()))
+        return "dict", tuple(sorted((str(k), _of_param(v, rules)) for k, v in value.items()))
     if compat.is_jaxpr(value):
-        return _of_jaxpr(value)
+        return _of_jaxpr(value, rules)
     if isinstance(value, np.ndarray | jax.Array):
         return "array", value.shape, str(value.dtype), id(value)
     try:
@@ -125,7 +132,7 @@ def _of_param(value: Any) -> Hashable:
     return type(value).__name__, value
 
 
-def _of_jaxpr(jaxpr: Any) -> Hashable:
+def _of_jaxpr(jaxpr: Any, rules: bool) -> Hashable:
     """Return the key of a jaxpr: its equations, with its variables by their numbers."""
     jaxpr, consts = compat.open_jaxpr(jaxpr)
     numbers: dict[Any, int] = {}
@@ -137,7 +144,11 @@ def _of_jaxpr(jaxpr: Any) -> Hashable:
 
     inputs = tuple((number(v), _of_aval(v)) for v in (*jaxpr.constvars, *jaxpr.invars))
     equations = tuple(
-        (_of_equation(eqn), tuple(map(number, eqn.invars)), tuple(map(number, eqn.outvars)))
+        (
+            _of_equation(eqn, rules=rules),
+            tuple(map(number, eqn.invars)),
+            tuple(map(number, eqn.outvars)),
+        )
         for eqn in jaxpr.eqns
     )
     return inputs, tuple(map(_of_constant, consts)), equations, tuple(map(number, jaxpr.outvars))
@@ -149,45 +160,3 @@ def _of_constant(value: Any) -> Hashable:
     if not is_array or _is_key(value) or np.size(value) > MOST_ELEMENTS:
         return id(value)
     return _type_of(Constant(value)), np.asarray(value).tobytes()
-
-
-def _has_rule(eqn: Any) -> bool:
-    """Return whether an equation is, or holds, one with a custom derivative."""
-    if eqn.primitive.name in CUSTOM_RULES:
-        return True
-    return any(_has_rule(inner) for jaxpr in _jaxprs(eqn.params) for inner in jaxpr.eqns)
-
-
-def _jaxprs(params: Any) -> list[Any]:
-    """Return the jaxprs among parameters, opened."""
-    values = params.values() if isinstance(params, dict) else params
-    found = []
-    for value in values:
-        if compat.is_jaxpr(value):
-            found.append(compat.open_jaxpr(value)[0])
-        elif isinstance(value, tuple | list):
-            found += _jaxprs(value)
-    return found
-
-
-def _derivative(eq: Equation) -> Hashable:
-    """Return the key of an equation's pullback. Rules inside it would be of the second order."""
-
-    def pullback(args: Sequence[Any]) -> Any:
-        floats = [i for i, x in enumerate(args) if is_float(x.dtype)]
-
-        def call(*some: Any) -> list[Any]:
-            every = list(args)
-            for i, x in zip(floats, some, strict=True):
-                every[i] = x
-            results = compat.call_equation(eq.source, eq.name_stack, every)
-            return [x for x in results if is_float(x.dtype)]
-
-        results, pull = jax.vjp(call, *(args[i] for i in floats))
-        return pull([jnp.ones_like(x) for x in results])
-
-    shapes = []
-    for a in eq.inputs:
-        aval = a.value if isinstance(a, Constant) else a.aval
-        shapes.append(jax.ShapeDtypeStruct(np.shape(aval), jax.dtypes.result_type(aval)))
-    return _of_jaxpr(jax.make_jaxpr(pullback)(shapes))

@@ -16,7 +16,6 @@ PHASES = (
     "reduce",
     "update",
     "owners",
-    "deal",
     "other",
 )
 """The phases, in the order of a step. Only pipelines have `move`, which brings leaves to their

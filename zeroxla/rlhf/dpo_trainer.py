@@ -79,6 +79,12 @@ def dpo(
             "model together, which stages do not cut; use make_mesh without pipe="
         )
 
+    if config.outer is not None:
+        raise ValueError(
+            f"the config has outer={config.outer}, and this trainer's steps are called by "
+            "themselves, not by an Island; leave outer out, or let islands train in zeroxla train"
+        )
+
     def policy(adapters: LoraModel | None, optimizer: Any) -> Policy:
         loss = preference_loss(settings)
         step = make_step(adapters or model, mesh, optimizer, loss=loss, config=config)

@@ -81,6 +81,12 @@ class Loop:
                 "the actor has no adapters without which it would be its own reference; pass "
                 "reference="
             )
+        if actor.step.config.outer is not None:
+            raise ValueError(
+                f"the config has outer={actor.step.config.outer}: islands exchange one model while "
+                "it trains, and an iteration trains an actor and a critic in turns, and generates "
+                "in between; leave outer out"
+            )
         context = actor.context
         if context is not None and settings.length > context:
             raise ValueError(

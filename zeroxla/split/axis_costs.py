@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 from zeroxla.mesh.machines import Device
-from zeroxla.program.primitives import ARRANGEMENTS, CONTRACTIONS, RENAMES
+from zeroxla.program.flops import product_flops
+from zeroxla.program.primitives import ARRANGEMENTS, RENAMES
 from zeroxla.program.scan import Scan
 from zeroxla.program.trace import Equation, bytes_of
 from zeroxla.split.dims_flow import DimsFlow
-from zeroxla.split.rules import shape_of
 
 TIE = 1e-6
 """What an equation costs that only names an array anew, as a share of what it would cost to write
@@ -50,9 +49,7 @@ class AxisCosts:
         written = self.memory * sum(map(bytes_of, eq.outputs))
         if eq.name in ARRANGEMENTS or eq.name in RENAMES:
             return written * TIE
-        if eq.name not in CONTRACTIONS:
-            return written
-        return written + self.operation * 2 * _products(eq)
+        return written + self.operation * product_flops(eq)
 
     def of_program(self, flow: DimsFlow) -> float:
         """Return what a program costs if one device runs all of it."""
@@ -62,14 +59,3 @@ class AxisCosts:
             turns = Scan(eq).length if eq.name == "scan" else 1
             found += self.work(eq) if not bodies else turns * sum(map(self.of_program, bodies))
         return found
-
-
-def _products(eq: Equation) -> float:
-    """Return the number of products that a contraction adds up."""
-    out = math.prod(eq.outputs[0].aval.shape)
-    lhs, rhs = map(shape_of, eq.inputs)
-    if eq.name == "dot_general":
-        (summed, _), _ = eq.params["dimension_numbers"]
-        return out * math.prod(lhs[d] for d in summed)
-    spec = eq.params["dimension_numbers"].rhs_spec
-    return out * math.prod(rhs) / max(1, rhs[spec[0]])

@@ -11,7 +11,7 @@ from zeroxla.program.report import Report, format_bytes
 from zeroxla.program.trace import Value, bytes_of
 from zeroxla.split.axis_scopes import ScopeRow, scope_rows
 from zeroxla.split.conversions import Conversion, conversions_of
-from zeroxla.split.holdings import Holding
+from zeroxla.split.holdings import Holding, Kind
 from zeroxla.split.ways import AxisPlan
 
 if TYPE_CHECKING:
@@ -143,6 +143,8 @@ class AxisReport(Report):
 
 def in_words(holding: Holding) -> str:
     """Return a holding as text, such as "part of dim 1"."""
+    if holding.kind is Kind.RAGGED:
+        return f"its groups of dim {holding.dim}"
     return holding.kind.value if holding.dim is None else f"part of dim {holding.dim}"
 
 

@@ -19,6 +19,12 @@ MOVES = {
     ("summands", "whole"): "all-reduce",
     ("summands", "copies"): "all-reduce",
     ("summands", "part"): "reduce-scatter",
+    ("summands", "ragged"): "all-reduce",
+    ("part", "ragged"): "all-gather",
+    ("ragged", "whole"): "all-reduce",
+    ("ragged", "copies"): "all-reduce",
+    ("ragged", "part"): "reduce-scatter",
+    ("ragged", "ragged"): "all-reduce",
 }
 """The collective of a conversion, by the kinds of holdings; those that are not here have none."""
 
@@ -206,7 +212,9 @@ def _exchanged(
 
 
 def _collective(have: Holding, want: Holding) -> str | None:
-    if have != want and have.dim is not None and have.dim == want.dim:
+    if have == want:
+        return None
+    if have.atom is not None and want.atom is not None and have.dim == want.dim:
         return "all-gather"  # along another class of the same dim
     return MOVES.get((have.kind.value, want.kind.value))
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import jax
 
 from zeroxla.program import compat
+from zeroxla.program.rules import check_rules
 from zeroxla.program.trace import Equation, Operand, Program, Value, trace
 
 Runs = Callable[[Sequence[jax.Array]], list[jax.Array]]
@@ -25,7 +26,8 @@ class CustomRule:
       forward: operands -> (results, what backward needs).
       backward: (what backward needs, cotangents of the floating results) -> cotangents of the
         floating operands.
-      targets: the positions of the floating operands.
+      targets: the positions of the floating operands, without values that the function closes
+        over: no gradient reaches these.
       outputs: the positions of the floating results.
     """
 
@@ -41,7 +43,10 @@ class CustomRule:
         shapes = [
             jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in map(_as_value, eq.inputs)
         ]
-        targets = tuple(i for i, x in enumerate(map(_as_value, eq.inputs)) if x.is_float)
+        check_rules((eq,))
+        first_argument = compat.custom_rule_constants(eq.source)
+        operands = enumerate(map(_as_value, eq.inputs))
+        targets = tuple(i for i, x in operands if x.is_float and i >= first_argument)
         outputs = tuple(i for i, v in enumerate(eq.outputs) if v.is_float)
         tree = None
 

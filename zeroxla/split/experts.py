@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from zeroxla.split.atoms import Atom, atoms_in
 from zeroxla.split.dims_flow import DimsFlow
+from zeroxla.split.expert_rules import group_dims
 
 
 def experts_of(flow: DimsFlow) -> frozenset[Atom]:
@@ -12,6 +13,8 @@ def experts_of(flow: DimsFlow) -> frozenset[Atom]:
     for eq in flow.program.equations:
         for body in flow.bodies.get(eq, ()):
             found |= experts_of(body)
+        if (known := group_dims(eq)) is not None and flow.made_of_leaves(eq.inputs[1]):
+            found.update(atoms_in(flow.of_operand(eq.inputs[1])[known[1]]))
         if eq.name == "dot_general":
             _, batch = eq.params["dimension_numbers"]
             for x, dims in zip(eq.inputs, batch, strict=True):

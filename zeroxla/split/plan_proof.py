@@ -26,7 +26,6 @@ from zeroxla.program.on_cpu import on_cpu
 from zeroxla.program.trace import Equation
 from zeroxla.split.atoms import Atom, Dim, Dims, expand, pieces_of
 from zeroxla.split.dims_flow import DimsFlow
-from zeroxla.split.holdings import SUMMANDS
 from zeroxla.split.way_instance import WayInstance
 from zeroxla.split.ways import AxisPlan, Way
 
@@ -139,7 +138,7 @@ def right_in_this_process() -> set[Hashable]:
 
 def _is_tried(way: Way) -> bool:
     """Return whether a way runs its equation alone, and on anything but whole arrays."""
-    return way.flow is not None and (way.is_split or SUMMANDS in way.gives)
+    return way.flow is not None and (way.is_split or any(h.adds_up for h in way.gives))
 
 
 def _trials(plan: AxisPlan) -> Iterator[WayTrial]:

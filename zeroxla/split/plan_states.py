@@ -74,9 +74,10 @@ _BARRIER = Way((), ())
 
 def given_as(body: DimsFlow, held: Held, value: Value) -> tuple[Holding, ...]:
     """Return the holdings in which a body is given an input."""
+    given = frozenset(h for h in held[value] if h.kind is not Kind.RAGGED)
     if body.made_of_leaves(value):
-        return of_leaf(held[value])
-    return tuple(sorted(held[value], key=preference))
+        return of_leaf(given)
+    return tuple(sorted(given, key=preference))
 
 
 def of_leaf(holdings: frozenset[Holding]) -> tuple[Holding, ...]:
@@ -107,5 +108,5 @@ def plan_of(
 
 def preference(holding: Holding) -> tuple[int, int]:
     """Return a key by which holdings are sorted: the cheapest to store first."""
-    order = (Kind.PART, Kind.WHOLE, Kind.SUMMANDS, Kind.COPIES)
+    order = (Kind.PART, Kind.WHOLE, Kind.SUMMANDS, Kind.COPIES, Kind.RAGGED)
     return order.index(holding.kind), -1 if holding.dim is None else holding.dim

@@ -10,7 +10,7 @@ from zeroxla.split.atoms import atoms_in
 from zeroxla.split.axis_costs import AxisCosts
 from zeroxla.split.axis_roles import AxisRole
 from zeroxla.split.dims_flow import DimsFlow
-from zeroxla.split.holdings import COPIES, SUMMANDS, WHOLE, Holding, cheapest, num_moves
+from zeroxla.split.holdings import COPIES, SUMMANDS, WHOLE, Holding, Kind, cheapest, num_moves
 from zeroxla.split.plan_states import PlanState, of_leaf
 
 
@@ -81,8 +81,11 @@ class Prices:
 
 
 def can_be_given(flow: DimsFlow, value: Value, want: Holding) -> bool:
-    """Return whether an input may be given in a holding: a leaf as copies, or as a part if it has
-    another dim, along which its parts are stored in shards."""
+    """Return whether an input may be given in a holding: anything in one that is not ragged, and a
+    leaf as copies, or as a part if it has another dim, along which its parts are stored in
+    shards."""
+    if want.kind is Kind.RAGGED:  # whose sizes are known inside alone
+        return False
     if not flow.made_of_leaves(value) or want is COPIES:
         return True
     return want.dim is not None and any(

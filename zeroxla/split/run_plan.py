@@ -18,13 +18,15 @@ from jax import lax
 from zeroxla.program import compat
 from zeroxla.program.scan import Scan
 from zeroxla.program.trace import Constant, Equation, Operand, Value
-from zeroxla.split.holdings import COPIES, WHOLE, Holding, cheapest, convert
+from zeroxla.split.holdings import COPIES, WHOLE, Holding, Kind, Window, cheapest, convert
+from zeroxla.split.atoms import Dims
 from zeroxla.split.run_parts import PartsRunner, rematerialised
 from zeroxla.split.split_axis import SplitAxis
 from zeroxla.split.ways import AxisPlan, Way
 
 Held = Mapping[Holding, jax.Array]
 """An array in each holding in which it exists."""
+_Env = dict[Value, dict[Holding, jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -34,10 +36,13 @@ class PlanRunner:
     Attributes:
       plan: the plan.
       axis: the axis.
+      sizes: sizes of groups of rows that the plan has ragged, where its program does not compute
+        them.
     """
 
     plan: AxisPlan
     axis: SplitAxis
+    sizes: Mapping[Operand, jax.Array] = dataclasses.field(default_factory=dict)
 
     def __call__(self, inputs: Sequence[Held]) -> list[jax.Array]:
         """Return the program's results in the holdings of `plan.outputs`.
@@ -45,7 +50,7 @@ class PlanRunner:
         Args:
           inputs: each input of the program, in one holding or several.
         """
-        env: dict[Value, dict[Holding, jax.Array]] = {
+        env: _Env = {
             v: dict(held) for v, held in zip(self.plan.program.inputs, inputs, strict=True)
         }
         for eq, way in self.plan.steps:
@@ -62,20 +67,20 @@ class PlanRunner:
             pairs = zip(eq.outputs, way.gives, way.kept, found, strict=True)
             for v, h, kept, x in pairs:
                 with _scope_of(eq):
-                    x = convert(x, self.plan.flow.dims[v], h, kept, self.axis)
+                    if h.kind is Kind.RAGGED:
+                        x = self._window(env, h).own(x, h)
+                    x = self._converted(env, x, self.plan.flow.dims[v], h, kept)
                 env[v] = {kept: x}
         pairs = zip(self.plan.program.outputs, self.plan.outputs, strict=True)
         return [jnp.asarray(self._read(env, x, h)) for x, h in pairs]
 
-    def _read(
-        self, env: dict[Value, dict[Holding, jax.Array]], operand: Operand, want: Holding
-    ) -> jax.Array:
+    def _read(self, env: _Env, operand: Operand, want: Holding) -> jax.Array:
         """Return an operand in a holding; the converted array is kept for other readers."""
         if isinstance(operand, Constant):
             if want.is_full:
                 return operand.value
             dims = self.plan.flow.of_operand(operand)
-            return convert(jnp.asarray(operand.value), dims, WHOLE, want, self.axis)
+            return self._converted(env, jnp.asarray(operand.value), dims, WHOLE, want)
         held = env[operand]
         if want not in held:
             # Copies of a leaf are what is gathered; everything else is made from them.
@@ -83,8 +88,21 @@ class PlanRunner:
             if COPIES not in held or not self.plan.flow.made_of_leaves(operand):
                 has_gradient = self.plan.flow.has_gradient(operand)
                 _, first = cheapest(held, want, self.axis.parts, has_gradient=has_gradient)
-            held[want] = convert(held[first], self.plan.flow.dims[operand], first, want, self.axis)
+            dims = self.plan.flow.dims[operand]
+            held[want] = self._converted(env, held[first], dims, first, want)
         return held[want]
+
+    def _converted(self, env: _Env, x: jax.Array, dims: Dims, *holdings: Holding) -> jax.Array:
+        """Return an array of the first holding in the second one."""
+        return convert(x, dims, *holdings, self.axis, lambda held: self._window(env, held))
+
+    def _window(self, env: _Env, held: Holding) -> Window:
+        """Return the rows that a ragged holding gives the device."""
+        assert held.sizes is not None
+        sizes = self.sizes.get(held.sizes)
+        if sizes is None:
+            sizes = jnp.asarray(self._read(env, held.sizes, COPIES))
+        return Window.of(sizes, self.axis)
 
     def _run(self, eq: Equation, way: Way, args: list[list[jax.Array]]) -> list[jax.Array]:
         if way.exchange is not None:
@@ -143,7 +161,7 @@ class PlanRunner:
         carry, ys = scan.run(turn, [x for (x,) in carry], list(xs))
         return [*carry, *ys]
 
-    def _barrier(self, env: dict[Value, dict[Holding, jax.Array]], eq: Equation) -> None:
+    def _barrier(self, env: _Env, eq: Equation) -> None:
         """Pass a barrier with every holding of its operands."""
         held = [
             {WHOLE: jnp.asarray(x.value)} if isinstance(x, Constant) else env[x] for x in eq.inputs

@@ -16,13 +16,14 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from zeroxla.mesh.axes import EXPERT
 from zeroxla.program.primitives import CUSTOM_RULES, REMATS, WINDOWS
 from zeroxla.program.trace import Constant, Equation, Value
 from zeroxla.split.atoms import Atom
 from zeroxla.split.axis_roles import is_matrix
 from zeroxla.split.dims_flow import DimsFlow
 from zeroxla.split.halo import halo_ways
-from zeroxla.split.holdings import COPIES, SUMMANDS, WHOLE, Holding
+from zeroxla.split.holdings import COPIES, SUMMANDS, WHOLE, Holding, Kind
 from zeroxla.split.inner_ways import loop_ways, remat_ways, rule_ways
 from zeroxla.split.plan_proof import PlanProof
 from zeroxla.split.plan_states import (
@@ -36,6 +37,7 @@ from zeroxla.split.plan_states import (
     preference,
 )
 from zeroxla.split.prices import Prices, can_be_given
+from zeroxla.split.ragged import RaggedRows
 from zeroxla.split.shift import shift_ways
 from zeroxla.split.ways import AxisPlan, Way, ways_of
 
@@ -61,6 +63,7 @@ class AxisSearch(Prices):
     fixed: Mapping[Value, Holding] = dataclasses.field(default_factory=dict)
     pinned: Mapping[Value, tuple[Holding, ...]] = dataclasses.field(default_factory=dict)
     _ways_of: dict[Equation, list[Way]] = dataclasses.field(default_factory=dict, init=False)
+    _ragged: dict[DimsFlow, RaggedRows] = dataclasses.field(default_factory=dict, init=False)
 
     def plan(
         self, flow: DimsFlow, num_leaves: int, known: Sequence[Holding] | None = None
@@ -175,7 +178,8 @@ class AxisSearch(Prices):
                 if want in have:
                     continue
                 if want is SUMMANDS:
-                    if not way.adds_up or not any(h.is_full for h in have):
+                    from_full = way.adds_up and any(h.is_full for h in have)
+                    if not from_full and not any(h.kind is Kind.RAGGED for h in have):
                         return None
                     held[operand] = have | {want}
                     continue
@@ -231,10 +235,10 @@ class AxisSearch(Prices):
                     wanted.append(allowed[0] if allowed else WHOLE)
                     continue
                 have = end.held[operand]
-                options = allowed or sorted(have - {COPIES} or {WHOLE}, key=preference)[:1]
-                (want,) = options
+                kept = [h for h in have if h is not COPIES and h.kind is not Kind.RAGGED]
+                (want,) = allowed or sorted(kept or [WHOLE], key=preference)[:1]
                 if want not in have and want is SUMMANDS:
-                    if not any(h.is_full for h in have):
+                    if not any(h.is_full or h.kind is Kind.RAGGED for h in have):
                         break
                 elif want not in have:
                     end.cost += self.price(flow, operand, have, want, operand in sources)
@@ -255,7 +259,8 @@ class AxisSearch(Prices):
 
     def _found_ways(self, flow: DimsFlow, eq: Equation) -> list[Way]:
         if (of_body := _OF_BODIES.get(eq.name)) is not None:
-            return self._allowed(flow, eq, of_body(self, flow, eq))
+            ways = [*of_body(self, flow, eq), *self._ragged_ways(flow, eq)]
+            return self._allowed(flow, eq, ways)
         work = self.costs.work(eq)
         made = [x for x in eq.inputs if isinstance(x, Value) and flow.is_computed(x)]
         if not any(not flow.made_of_leaves(x) or is_matrix(x.aval.shape) for x in made):
@@ -267,7 +272,15 @@ class AxisSearch(Prices):
         ]
         if (exchanged := _EXCHANGED.get(eq.name)) is not None:
             ways += exchanged(eq, flow, self.parts, self.costs)
-        return self._allowed(flow, eq, ways)
+        return self._allowed(flow, eq, [*ways, *self._ragged_ways(flow, eq)])
+
+    def _ragged_ways(self, flow: DimsFlow, eq: Equation) -> list[Way]:
+        """Return the ways of an equation on rows that are sorted by expert."""
+        if self.role.name != EXPERT:
+            return []
+        if flow not in self._ragged:
+            self._ragged[flow] = RaggedRows.of(flow, self.parts)
+        return self._ragged[flow].ways(eq, self.costs.work(eq))
 
     def _kept(self, flow: DimsFlow, eq: Equation, way: Way) -> Iterator[Way]:
         """Yield a way with its pinned results in each combination of the holdings they may have."""

@@ -18,9 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from zeroxla.program.trace import Equation, Program, Value
+from zeroxla.program.trace import Equation, Operand, Program, Value
 from zeroxla.split.atoms import Atom, atoms_in
 from zeroxla.split.dims_flow import DimsFlow
+from zeroxla.split.expert_rules import group_dims
 from zeroxla.split.holdings import SUMMANDS, WHOLE, Holding
 from zeroxla.split.run_parts import PartsRunner
 from zeroxla.split.run_plan import PlanRunner
@@ -122,6 +123,10 @@ class WayInstance:
             shape = (*self.others.values(), *shape)
             if v.is_float:
                 found.append(_normal(draw, shape, v.aval.dtype))
+            elif i == 2 and group_dims(eq) is not None:
+                num_rows = found[0].shape[len(self.others)]
+                sizes = _composition(num_rows - 1, shape[-1]).astype(v.aval.dtype)
+                found.append(np.broadcast_to(sizes, shape))
             else:
                 found.append(draw.integers(0, self._below(eq, i), shape).astype(v.aval.dtype))
         return found
@@ -134,7 +139,8 @@ class WayInstance:
 
     def in_parts(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
         """Return the same as the way computes it, on each device, along a new first dim."""
-        runner, given = PlanRunner(self.plan, self.axis), [h for (h,) in self.plan.inputs]
+        runner = PlanRunner(self.plan, self.axis, self._sizes_of_groups(operands))
+        given = [h for (h,) in self.plan.inputs]
         run = partial(
             self._differentiated,
             lambda args: runner([{h: x} for h, x in zip(given, args, strict=True)]),
@@ -142,6 +148,21 @@ class WayInstance:
         )
         held = [self._held(x, h) for x, h in zip(operands, given, strict=True)]
         return jax.vmap(self._over_others(run), axis_name=_NAME, axis_size=self.axis.parts)(held)
+
+    def _sizes_of_groups(self, operands: Sequence[jax.Array]) -> dict[Operand, jax.Array]:
+        """Return the sizes of groups of rows that are ragged: those of a product with a bank, or
+        any, some of them empty."""
+        eq, flow = _alone(self.way), self.way.flow
+        assert flow is not None
+        holdings = (*(h for (h,) in self.way.needs), *self.way.gives)
+        found: dict[Operand, jax.Array] = {}
+        for v, held in zip((*eq.values, *eq.outputs), holdings, strict=True):
+            if held.sizes is not None and group_dims(eq) is not None:
+                found[held.sizes] = jnp.asarray(operands[2])
+            elif held.sizes is not None and held.dim is not None:
+                num_rows = self._whole.dim_size(flow.dims[v][held.dim])
+                found[held.sizes] = jnp.asarray(_composition(num_rows, self.axis.parts))
+        return found
 
     @property
     def _whole(self) -> SplitAxis:
@@ -205,6 +226,12 @@ def _alone(way: Way) -> Equation:
     return eq
 
 
+def _composition(total: int, num: int) -> np.ndarray:
+    """Return random sizes of groups that add up to a total; some are 0."""
+    draw = np.random.default_rng(3)
+    return draw.multinomial(total, draw.dirichlet(np.full(num, 0.5)))
+
+
 def _normal(draw: np.random.Generator, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     return np.asarray(draw.standard_normal(shape), dtype)
 
@@ -221,6 +248,9 @@ def _sizes(way: Way, plan: AxisPlan, parts: int, *, every: bool) -> dict[Atom, i
     assert way.flow is not None
     atoms = dict.fromkeys(a for dim in way.flow.all_dims() for a in atoms_in(dim))
     small = {a: min(a.size, OTHERS) for a in atoms if not a.is_loop and (every or not a.blocked)}
+    if (known := group_dims(_alone(way))) is not None:  # enough rows for several groups
+        rows = way.flow.dims[_alone(way).values[0]][known[0]]
+        small.update((a, min(a.size, 4 * parts)) for a in atoms_in(rows))
     if way.index is not None:
         small[way.index] = min(way.index.size, 2 * parts)
     pairs = _pairs(way, plan)

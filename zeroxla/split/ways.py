@@ -95,6 +95,7 @@ class Way:
       exchange: how it runs if it exchanges arrays on the way; None if it does not.
       keeps: the holdings to which results are converted, where a user has pinned them; empty if
         they stay as they are given.
+      from_full: whether each device may have whole what it needs as summands.
     """
 
     needs: tuple[tuple[Holding, ...], ...]
@@ -108,6 +109,7 @@ class Way:
     turns: bool = False
     exchange: AxisExchange | None = None
     keeps: tuple[Holding, ...] = ()
+    from_full: bool = False
 
     @property
     def kept(self) -> tuple[Holding, ...]:
@@ -117,7 +119,8 @@ class Way:
     @property
     def adds_up(self) -> bool:
         """Whether it adds summands to what it is given, which each device may have whole."""
-        return self.turns or (self.body is not None and SUMMANDS in self.gives)
+        of_body = self.body is not None and SUMMANDS in self.gives
+        return self.turns or self.from_full or of_body
 
     @property
     def is_split(self) -> bool:

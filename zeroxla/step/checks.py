@@ -17,6 +17,22 @@ from zeroxla.program.compat import AxisNames
 from zeroxla.program.paths import leaf_path
 
 
+def check_no_island(config: ZeroConfig) -> None:
+    """Check that a step may train by itself.
+
+    Raises:
+      ValueError: its config says how islands exchange. Alone it would exchange nothing, and several
+        hosts would train a model each.
+    """
+    if config.outer is not None:
+        raise ValueError(
+            f"the config has outer={config.outer}, so the step trains as an island, and called by "
+            "itself it would exchange nothing; make island = zeroxla.Island(step), and call "
+            "island(state, batch) with the state of island.init; or leave outer out: "
+            "step.with_config(dataclasses.replace(step.config, outer=None))"
+        )
+
+
 def check_batch(batch: Any, mesh: Mesh, accumulate: int, micro_batch: int | None = None) -> Any:
     """Return `batch` as a pytree of arrays (or ShapeDtypeStructs).
 

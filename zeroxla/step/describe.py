@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 from jax.sharding import Mesh
 
+from zeroxla.config.outer import Outer
 from zeroxla.fetch.segments import FetchPlan
 from zeroxla.fetch.unit_names import OF_A_LOOP, unit_names
 from zeroxla.frontend.rewrite.report import RewriteReport
@@ -73,6 +74,7 @@ class Description(Report):
       rewrites: what was rewritten in the model's trace; None without the option.
       memory: what was decided so that the step fits into a memory; None without the option, or
         before the first step.
+      outer: how islands exchange; None if the step trains by itself.
     """
 
     rows: tuple[LeafRow, ...]
@@ -84,6 +86,7 @@ class Description(Report):
     owners: OwnersReport | None = None
     rewrites: RewriteReport | None = None
     memory: MemoryFit | None = None
+    outer: Outer | None = None
 
     def tables(self) -> list[Table]:
         """Return the table of leaves, those of the axes that split the work on one row, and those
@@ -91,8 +94,9 @@ class Description(Report):
         return [self.table(), *(table for other in self._others for table in other.tables())]
 
     def notes(self) -> list[str]:
-        """Return the sentences of the other reports."""
-        return [note for other in self._others for note in other.notes()]
+        """Return the sentences of the other reports, and the one about islands."""
+        islands = [] if self.outer is None else [self.outer.sentence]
+        return islands + [note for other in self._others for note in other.notes()]
 
     @property
     def _others(self) -> list[Report]:
@@ -192,16 +196,18 @@ def describe_step(
     layout = programs.layout_of(traced.params, traced.placements)
     updated_on = programs.config.offload.update
     inputs = layout, traced.model_state, traced.batch, traced.key
+    outer = programs.config.outer
     with programs.tracing():
         owners = programs.describe_owners(state)
     if programs.pipeline is not None:
         at_rest = stored_in_words(state, programs.mesh, updated_on)
         at_rest += [owners.sentence] if owners else []
+        at_rest += [outer.sentence] if outer else []
         return programs.describe_stages(*inputs, at_rest)
     found = describe(layout, programs.plan(*inputs), programs.wiring, state.opt_state, updated_on)
     axes = () if programs.axes is None else programs.axes.newest.reports()
     return dataclasses.replace(
-        found, axes=axes, owners=owners, rewrites=programs.rewrites, memory=memory
+        found, axes=axes, owners=owners, rewrites=programs.rewrites, memory=memory, outer=outer
     )
 
 

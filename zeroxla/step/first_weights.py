@@ -63,7 +63,7 @@ def first_weights(
 
     def read() -> tuple[Given, Given | None]:
         names = {path: leaf.shape for path, leaf in leaves.items()}
-        params, state = arrays_by_path(given, names, state_leaves.keys())
+        params, state = arrays_by_path(given, names, state_leaves.keys(), adapted.sown)
         if model_state is not None:
             if state:
                 raise ValueError(

@@ -27,6 +27,7 @@ from zeroxla.frontend.rewrite.rewritten_loss import rewritten
 from zeroxla.frontend.rewrite.runs_on import RunsOn
 from zeroxla.mesh.axes import platform_of, split_axes
 from zeroxla.program.paths import Path, paths_of
+from zeroxla.program.rules import check_rules
 from zeroxla.program.trace import Operand, Program, Value, trace
 from zeroxla.step.memory.without_remat import without_remat
 from zeroxla.step.metrics import check_metrics
@@ -113,7 +114,11 @@ def plan_gathers(
       unit_elements: see `ZeroConfig`.
       gradient_of: the outputs that are differentiated.
       opens_remat: see `make_plan`.
+
+    Raises:
+      ValueError: as `check_rules`.
     """
+    check_rules(program.equations)
     fetched = layout.indices(fetched=True)
     return make_plan(
         program,

@@ -90,10 +90,11 @@ def useless_on_leaves(config: ZeroConfig, layout: Layout) -> Iterator[str]:
     if config.wires and not any(leaf.quantized for leaf in layout):
         persistent = sum(leaf.persistent for leaf in layout)
         whole = sum(not leaf.is_split for leaf in layout if not leaf.persistent)
+        largest = config.largest_persistent(sum(leaf.elements for leaf in layout))
         yield (
             f"{', '.join(config.wires)} without effect: of {len(layout.leaves)} leaves none is "
-            f"quantized. {persistent} have at most persistence_threshold="
-            f"{config.persistence_threshold} elements and are gathered for the whole step, "
+            f"quantized. {persistent} have at most persistence_threshold={largest} elements and "
+            "are gathered for the whole step, "
             f"{whole} have too few to be split; others are below quantize_threshold="
             f"{config.quantize_threshold} or match `unquantized`. Lower a threshold, or leave "
             "the formats out"

@@ -102,8 +102,12 @@ class TrainState:
     indices: tuple[Path, ...] = dataclasses.field(default=(), metadata={"static": True})
 
 
-def check_is_state(state: Any) -> None:
+def check_is_state(state: Any, *, whole: bool = False) -> None:
     """Check that `state` is a TrainState that holds arrays.
+
+    Args:
+      state: the state.
+      whole: look at every array, and not at the first alone, which any step takes with the others.
 
     Raises:
       ValueError: it is something else, or an earlier step has taken its memory.
@@ -113,7 +117,8 @@ def check_is_state(state: Any) -> None:
             f"the state is a {type(state).__name__}, not a TrainState; make it with step.init"
         )
     # Some releases of JAX crash on such arrays.
-    if isinstance(state.step, jax.Array) and state.step.is_deleted():
+    looked_at = jax.tree.leaves(state) if whole else [state.step]
+    if any(isinstance(x, jax.Array) and x.is_deleted() for x in looked_at):
         raise ValueError(
             "the state was deleted by the step that it was given to, which took its memory; go on "
             "with the state that the step returned"

@@ -20,7 +20,7 @@ from zeroxla.program.compat import AxisNames
 from zeroxla.program.report import Report
 from zeroxla.step.batches import StepBatches
 from zeroxla.step.changed_config import kept, useless_optimizer, with_microbatches
-from zeroxla.step.checks import check_is_config
+from zeroxla.step.checks import check_is_config, check_no_island
 from zeroxla.step.compiled_step import CompiledStep
 from zeroxla.step.describe import describe_step
 from zeroxla.step.disk.steps import DiskSteps, has_disk
@@ -197,7 +197,14 @@ class Step:
         Raises:
           DeviceMemoryError: a device runs out of memory while the step is compiled or called. What
             surfaces later, where results are read, is the backend's own error.
+          ValueError: the config has `outer`, so that the step trains in an `Island`; or as `init`.
         """
+        check_no_island(self.config)
+        return self.take(state, batch)
+
+    def take(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+        """Take one optimizer step, also as a part of an island: `Island` calls it. As calling the
+        step, besides."""
         batch = self.batches.beside(state, batch)
         state = self._fit.fitted(state)
         progress.mark()

@@ -98,10 +98,11 @@ def make_layout(params: Any, placements: Sequence[Placement], config: ZeroConfig
     """
     with_paths, tree = jax.tree_util.tree_flatten_with_path(params)
     room = math.inf if config.model_persistence_cap is None else config.model_persistence_cap
+    largest = config.largest_persistent(sum(math.prod(x.shape) for x in placements))
     leaves = []
     for (path, x), placement in zip(with_paths, placements, strict=True):
         elements = math.prod(placement.shape)
-        persistent = elements <= min(config.persistence_threshold, room)
+        persistent = elements <= min(largest, room)
         room -= elements if persistent else 0
         name = leaf_path(path)
         layers = math.prod(placement.shape[d] for d in placement.layer_dims)

@@ -12,8 +12,9 @@ from tools.hugging_face import FIXTURES, hub_folder
 
 from zeroxla.checkpoint.weights.adapter_import import lora_from_adapter
 from zeroxla.cli.generate.source import TextSource
+from zeroxla.cli.inputs import check_adapter, check_train
 from zeroxla.cli.train.model import choose
-from zeroxla.cli.train.options import ModelOptions, TrainOptions
+from zeroxla.cli.train.options import ModelOptions, TextOptions, TrainOptions
 from zeroxla.models import from_hugging_face
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 42\n"
@@ -141,6 +142,18 @@ def test_names_of_the_hub_are_no_folders(name, said, of):
     found = said_of(Path(name), of)
     assert "nothing is downloaded" in found
     assert said in found
+
+
+def test_names_of_the_hub_are_told_before_anything_else():
+    model, rows = ModelOptions(init=Path("Qwen/Qwen3-0.6B")), TextOptions(data=("org/chats",))
+    with pytest.raises(ValueError, match=r"--init Qwen/Qwen3-0\.6B: .* `hf download Qwen/Qwen"):
+        check_train(TrainOptions(model=model))
+    with pytest.raises(ValueError, match="`hf download org/chats --repo-type dataset --local-dir"):
+        check_train(TrainOptions(text=rows))
+    with pytest.raises(
+        ValueError, match=r"--lora-init org/a: .* `hf download org/a --local-dir a`"
+    ):
+        check_adapter("--lora-init", Path("org/a"))
 
 
 def test_files_are_no_folders(tmp_path):

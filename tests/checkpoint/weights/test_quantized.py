@@ -1,4 +1,4 @@
-"""Folders whose weights are kept in 8 bits, against NumPy."""
+"""Folders whose weights are kept in 8 bits or 4, against NumPy."""
 
 import json
 
@@ -12,7 +12,7 @@ from tools.quick import quick_compilation  # noqa: F401
 
 import zeroxla
 from zeroxla import export_params, from_pretrained, make_step
-from zeroxla.checkpoint.weights.dequantize import EIGHT_BITS, Quantized
+from zeroxla.checkpoint.weights.dequantize import Quantized
 from zeroxla.checkpoint.weights.safetensors_reader import TensorReader
 from zeroxla.models import from_hugging_face
 
@@ -103,7 +103,7 @@ def test_weights_of_8_bits_are_read_as_what_they_mean(tmp_path, name, method):
 
     # Devices read parts.
     reader, stored = TensorReader(tmp_path / "hub"), Quantized.of({"quantization_config": method})
-    for key in (key for key, x in reader.tensors.items() if x.dtype in EIGHT_BITS):
+    for key in (key for key, x in reader.tensors.items() if stored.holds(x)):
         part = tuple(slice(n // 3, n - 1) for n in meant[key].shape)
         found = stored.read(reader, key, part)
         np.testing.assert_allclose(found, meant[key][part], rtol=1e-6, err_msg=key)
@@ -115,6 +115,54 @@ def test_weights_of_8_bits_are_read_as_what_they_mean(tmp_path, name, method):
     )
     assert said.pop("quantization_config") == method
     assert written == said
+
+
+FLOAT4 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
+
+
+def test_experts_of_4_bits_are_read_as_what_they_mean(tmp_path):
+    """Two numbers in a byte, 32 with one power of two, as gpt-oss keeps its experts."""
+    config = json.loads((FAMILIES / "gpt_oss" / "config.json").read_text())
+    config |= {"intermediate_size": 64, "quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shapes = json.loads((FAMILIES / "gpt_oss" / "tensors.json").read_text())
+    draw = np.random.default_rng(0)
+    files, meant = {}, {}
+    for name, shape in shapes.items():
+        shape = tuple({48: 64, 96: 128}.get(n, n) for n in shape)
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            files[name] = meant[name] = draw.normal(size=shape).astype("f4")
+            continue
+        experts, inputs, rows = shape
+        codes = draw.integers(0, 16, (experts, rows, inputs // 32, 32)).astype(np.uint8)
+        exponents = draw.integers(120, 130, codes.shape[:3]).astype(np.uint8)
+        files[f"{name}_blocks"] = codes[..., 0::2] | codes[..., 1::2] << 4
+        files[f"{name}_scales"] = exponents
+        x = np.zeros(shape, np.float32)
+        for e, row, i in np.ndindex(experts, rows, inputs):
+            code = int(codes[e, row, i // 32, i % 32])
+            size = FLOAT4[code % 8] * 2.0 ** (int(exponents[e, row, i // 32]) - 127)
+            x[e, i, row] = -size if code >= 8 else size
+        meant[name] = x
+    save_file(files, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    save_file(meant, plain / "model.safetensors", metadata={"format": "pt"})
+    model = from_hugging_face(tmp_path)
+    quantized = Quantized.of(config)
+    found, expected = leaves_in(tmp_path, model, quantized), leaves_in(plain, model)
+    for path, x in expected.items():
+        np.testing.assert_array_equal(found[path], x, err_msg="/".join(path))
+
+    reader = TensorReader(tmp_path)
+    name = "model.layers.1.mlp.experts.down_proj"
+    part = (slice(1, 3), slice(13, 45), slice(5, 9))  # devices read parts
+    read = quantized.read(reader, f"{name}_blocks", part)
+    np.testing.assert_array_equal(read, meant[name][part])
+    with pytest.raises(ValueError, match=f"{name}_blocks has the shape .*blocks are"):
+        bad = {**files, f"{name}_scales": files[f"{name}_scales"][:, :1]}
+        save_file(bad, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        quantized.read(TensorReader(tmp_path), f"{name}_blocks", part)
 
 
 def test_blocks_are_square_where_nothing_else_is_said():

@@ -67,12 +67,6 @@ class TestLoadCorpus:
             load_corpus([tmp_path / name])
         assert said in str(caught.value)
 
-    def test_names_of_the_hub_are_no_files(self):
-        with pytest.raises(ValueError, match="No such file") as caught:
-            load_corpus(["tatsu-lab/alpaca"])
-        command = "`hf download tatsu-lab/alpaca --repo-type dataset --local-dir alpaca`"
-        assert command in str(caught.value)
-
     def test_a_pointer_of_git_lfs_in_a_folder_is_named(self, folder):
         (folder / "z.txt").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid\n")
         with pytest.raises(ValueError, match=r"z\.txt is a pointer of Git LFS"):

@@ -87,6 +87,16 @@ def test_all_islands_are_started_again_with_the_run_s_number(run):
         resumed("--resume", f"--run={run}", "--width=32", slot=None)
 
 
+def test_islands_that_may_be_started_again_and_again(run, tmp_path):
+    begun = resumed("--resume", "auto", f"--run={run}", *ISLAND, slot=None)
+    assert (begun.output.resume, begun.outer.islands) == ("auto", 2)
+    assert resumed("--resume", "auto", f"--run={run}", *ISLAND, slot=0).output.resume == "auto"
+    assert resumed("--resume", "auto", f"--run={run}", *ISLAND, slot=10).output.resume is False
+    for slot in (None, 0):
+        new = resumed("--resume", "auto", f"--run={tmp_path / 'new'}", *ISLAND, slot=slot)
+        assert (new.output.resume, new.output.run) == (False, tmp_path / "new")
+
+
 def test_a_folder_that_holds_no_run_is_no_run_of_islands(tmp_path):
     with pytest.raises(UsageError, match="holds no run to resume"):
         resumed("--resume", f"--run={tmp_path}", slot=None)

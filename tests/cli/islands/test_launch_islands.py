@@ -83,8 +83,17 @@ def test_one_that_fails_for_good_is_named_and_others_go_on(capfd):
     assert err.endswith("launch: failed for good: island 1 (status 3); ended well: 0\n")
 
 
+def test_one_that_was_interrupted_and_saved_has_not_failed(capfd):
+    script = "[ $ZEROXLA_SLOT = 1 ] && exit 75; sleep 1"
+    assert run(script, max_restarts=1) == 75
+    assert capfd.readouterr().err == ""
+    assert run(f"[ $ZEROXLA_SLOT = 0 ] && exit 3; {script}") == 3
+    end = "launch: failed for good: island 0 (status 3); interrupted and saved: 1\n"
+    assert capfd.readouterr().err.endswith(end)
+
+
 @pytest.mark.parametrize(
-    ("trap", "status"), thinned([("echo saved; exit 0", 0)], slow=[("", 130)], rows=True)
+    ("trap", "status"), thinned([("echo saved; exit 75", 75)], slow=[("", 130)], rows=True)
 )
 def test_ctrl_c_reaches_all_islands(capfd, trap, status):
     script = f"trap '{trap}' TERM; echo ready; while :; do sleep .1; done"

@@ -175,6 +175,22 @@ class TestResume:
         assert train("--resume", "--run", tmp_path) == 2
         assert "holds no run to resume" in capsys.readouterr().err
 
+    def test_a_complete_run_is_not_evaluated_again_by_a_job_that_starts_again(
+        self, finished, text, tmp_path, capsys
+    ):
+        run = copy_at(finished[0], tmp_path, 12)
+        before = (run / "metrics.jsonl").read_text()
+        arguments = ["--data", text, *TINY, "--steps", 12, "--save-every", 5, "--eval-every", 5]
+        assert train("--run", run, *arguments, "--resume", "auto") == 0
+        said = "Nothing is left to do: the run has taken 12 steps, and --steps is 12"
+        assert said in capsys.readouterr().out
+        assert (run / "metrics.jsonl").read_text() == before
+
+
+def printed_step(printed):
+    """Return the step after which a run says that it has stopped."""
+    return int(re.search(r"Stopped after step (\d+) and saved", printed)[1])
+
 
 class TestInterrupt:
     @pytest.mark.parametrize("number", thinned([signal.SIGTERM], slow=[signal.SIGINT]))
@@ -191,15 +207,17 @@ class TestInterrupt:
 
         monkeypatch.setattr(RunFolder, "log", log_and_interrupt)
         arguments = ["--run", run, "--data", text, *TINY, "--steps", "12", "--save-every", "100"]
-        assert train(*arguments) == 0
+        arguments += ["--resume", "auto"]
+        assert train(*arguments) == 75
         printed = capsys.readouterr().out
         assert "Stopping after this step" in printed
         assert f"zeroxla train --resume --run {run}" in printed
-        assert 3 <= int(re.search(r"Stopped after step (\d+) and saved", printed)[1]) < 12
+        assert 3 <= printed_step(printed) < 12
         monkeypatch.undo()
 
-        assert train("--resume", "--run", run) == 0
+        assert train(*arguments) == 0
         assert values(run, "loss") == values(finished[0], "loss")
+        assert f"Resuming {run} after step {printed_step(printed)}" in capsys.readouterr().out
 
 
 @pytest.mark.slow

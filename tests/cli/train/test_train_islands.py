@@ -14,10 +14,11 @@ import pytest
 from multihost import processes
 from tools.islands import KEY, TOKEN, batches, coordinator, make_step
 from tools.quick import quick_compilation  # noqa: F401
-from tools.train import values
+from tools.train import train, values
 
 import zeroxla
 from zeroxla.cli.data.text import training_batches
+from zeroxla.cli.main import main
 from zeroxla.cli.run_folder import RunFolder
 from zeroxla.cli.train.island import AsIsland, move_to, num_taken, seed_of, status_of
 
@@ -125,6 +126,34 @@ def test_islands_train_evaluate_and_go_on(text, tmp_path):
     status, out = processes.zeroxla(*command)
     assert status != 0
     assert f"already holds a run; continue it with --resume --run {run}" in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("outer", ["streaming", "diloco"])
+def test_an_export_of_each_island_has_the_loss_that_was_reported(outer, text, tmp_path):
+    """The parameters that all islands share; the island's own where they are asked for."""
+    run, tiny = tmp_path / "run", [*TINY[:-4], "--data", text]
+    more = ["--outer", outer, "--outer-every", 10, "--islands", 2, "--steps", 25]
+    checkpoints = ["--eval-every", 5, "--save-every", 5, "--keep", 9]
+    status, out = processes.zeroxla("train", "--run", run, *tiny, *more, *checkpoints)
+    assert status == 0, out
+    exports = {}
+    for slot, step, own in ((0, 25, False), (1, 25, False), (1, 15, False), (1, 25, True)):
+        island, output = run / f"island-{slot}", tmp_path / f"export-{slot}-{step}-{own}"
+        reported = values(island, "valid_loss")[step]
+        word = ["--island-own"] if own else []
+        assert main(["export", str(island), f"--step={step}", f"--output={output}", *word]) == 0
+        if slot == 1:
+            again = tmp_path / f"again-{step}-{own}"
+            assert train("--init", output, "--run", again, *tiny[6:], "--steps", 1,
+                         "--learning-rate", 1e-30) == 0  # fmt: skip
+            (loss,) = values(again, "valid_loss").values()
+            assert (abs(loss - reported) < 1e-6) != own
+        exports[slot, step, own] = (output / "model.safetensors").read_bytes()
+    assert exports[0, 25, False] == exports[1, 25, False]
+    assert exports[1, 25, False] != exports[1, 25, True]
+    command = ["generate", str(run / "island-1"), "--prompt=a", "--temperature=0"]
+    assert main([*command, "--max-new-tokens=3", "--island-own"]) == 0
 
 
 @pytest.mark.slow

@@ -19,8 +19,10 @@ ADAM = {"type": "Adam"}
 ERRORS = [
     ({"zero_optimisation": {}}, r"'zero_optimisation' is no key of .* is 'zero_optimization'"),
     ({"train_batchsize": 8}, r"nearest one is 'train_batch_size'"),
-    ({"no_such_thing": None}, r"'no_such_thing' is no key of DeepSpeed's; the nearest one is '"),
-    ({7: 1}, r"'7' is no key"),
+    ({"zero_optim": {}}, r"'zero_optim' is no key of .* is 'zero_optimization'"),
+    ({"gradient_clip": 1.0}, r"nearest one is 'gradient_clipping'"),
+    ({"fp_16": {}}, r"nearest one is 'fp16'"),
+    (zero(bucket=5), r"'zero_optimization.bucket' is no key of DeepSpeed's; 'zero_opt.*' takes "),
     (
         zero(stage3_prefetch_buket_size=5),
         r"'zero_optimization.stage3_prefetch_buket_size' is no key of DeepSpeed's; the nearest one "
@@ -51,11 +53,12 @@ ERRORS = [
     (zero(stage=4), r"zero_optimization.stage=4 must be 0, 1, 2 or 3"),
     (zero(stage=True), r"zero_optimization.stage=True must be a whole number"),
     (zero(stage=-1), r"zero_optimization.stage=-1 must be a whole number of 0 or more"),
-    (zero(stage3_max_live_parameters="1e9"), r"stage3_max_live_parameters='1e9' must be a whole"),
+    (zero(stage3_max_live_parameters="1e9x"), r"max_live_parameters='1e9x' must be a whole"),
+    (zero(stage3_max_live_parameters="1.5"), r"='1.5' must be a whole number of 0 or more"),
     (zero(stage3_max_live_parameters=1.5), r"=1.5 must be a whole number of 0 or more"),
     (zero(stage3_max_live_parameters=math.inf), r"=inf must be a whole number of 0 or more"),
-    (zero(zero_quantized_weights=1), r"zero_quantized_weights=1 must be true or false"),
-    (zero(overlap_comm="yes"), r"zero_optimization.overlap_comm='yes' must be true or false"),
+    (zero(zero_quantized_weights=2), r"zero_quantized_weights=2 must be true or false"),
+    (zero(overlap_comm="maybe"), r"zero_optimization.overlap_comm='maybe' must be true or false"),
     (zero(offload_param="cpu"), r"offload_param='cpu' must be an object"),
     (
         zero(
@@ -122,7 +125,7 @@ ERRORS = [
     ({"scheduler": {"type": "WarmupDecayLR"}}, r"params.total_num_steps is missing; WarmupDecayLR"),
     (
         {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}},
-        r"total_num_steps is missing",
+        r"total_num_steps is \"auto\", .* auto={'scheduler.params.total_num_steps': NUMBER}",
     ),
     (
         {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "liner"}}},
@@ -140,6 +143,36 @@ ERRORS = [
 def test_errors(written, message):
     with pytest.raises(ValueError, match=message):
         read(written)
+
+
+def test_one_message_tells_all_problems():
+    written = {
+        **zero(stage="three", reduce_buket_size=1, gradient_clipping=1),
+        **fp16(loss_scale=2.0**25),
+        "train_batchsize": 8,
+        "overlap_comm": True,
+        "train_batch_size": 3,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "Adem"},
+        "scheduler": {"type": "StepLR"},
+        "_comment": "no problem",
+    }
+    with pytest.raises(ValueError, match=r"^9 problems:\n") as caught:
+        read(written)
+    lines = str(caught.value).splitlines()[1:]
+    expected = [
+        "'gradient_clipping' stands in",
+        "'overlap_comm' stands at the top",
+        "stage='three'",
+        "reduce_buket_size",
+        "'train_batchsize'",
+        "fp16.loss_scale",
+        "train_batch_size=3",
+        "'Adem'",
+        "'StepLR'",
+    ]
+    assert len(lines) == 9
+    assert all(any(text in line for line in lines) for text in expected)
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,130 @@ def test_honoured(written, expected):
     assert settings.ignored == {}
 
 
+AUTO_OPTIMIZER = {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps"), "auto")}
+DECAY = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
+# In the ways of axolotl, LLaMA-Factory, accelerate, InternVL, and of bases that people write.
+AS_PEOPLE_WRITE_THEM = {
+    "offload of all, groups of 0": (
+        {
+            "zero_force_ds_cpu_optimizer": False,
+            "zero_allow_untested_optimizer": True,
+            **zero(
+                stage=3,
+                offload_optimizer={"device": "cpu", "pin_memory": True},
+                offload_param={"device": "cpu", "pin_memory": True},
+                sub_group_size=0,
+                reduce_bucket_size="auto",
+                max_live_parameters=0,
+            ),
+            "bf16": {"enabled": True},
+            "train_batch_size": "auto",
+        },
+        {"offload": Offload(optimizer="host", params="host", sub_group=1)},
+        (),
+    ),
+    "unknown keys at the top": (
+        {
+            **zero(stage=3),
+            "comms_config": {"verbose": False},
+            "monitor_config": {"enabled": True, "tag": "run"},
+            "log": True,
+            "cuda_visible_devices": "0,1",
+            "max_grad_norm": 1.0,
+        },
+        {},
+        ("comms_config", "monitor_config", "log", "cuda_visible_devices", "max_grad_norm"),
+    ),
+    "comments": (
+        {"_comment": "two hosts", "//": "x", "comment_2": "y", **zero(stage=3, _note="z")},
+        {},
+        ("_comment", "//", "comment_2", "zero_optimization._note"),
+    ),
+    "strings for values": (
+        {
+            **zero(stage="3", overlap_comm="true", stage3_prefetch_bucket_size="5e7"),
+            "bf16": {"enabled": "True"},
+            "fp16": {"enabled": 0},
+            "train_micro_batch_size_per_gpu": "4",
+            "gradient_accumulation_steps": "2",
+        },
+        {"prefetch_bucket": 50_000_000, "compute_dtype": "bfloat16", "micro_batch": 4}
+        | {"accumulate": 2},
+        ("zero_optimization.overlap_comm",),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AS_PEOPLE_WRITE_THEM)
+def test_files_as_people_write_them_load(name):
+    written, expected, told = AS_PEOPLE_WRITE_THEM[name]
+    settings = read(written)
+    found = options(ZeroConfig(**settings.options))
+    assert expected.items() <= found.items()
+    assert set(told) <= set(settings.ignored)
+
+
+def test_a_key_of_a_program_around_deepspeed_is_told_with_deepspeeds():
+    assert (
+        "gradient_clipping is the key for it" in read({"max_grad_norm": 1}).ignored["max_grad_norm"]
+    )
+
+
+def rates(settings, count):
+    """The rates of the first updates, from updates of SGD without momentum."""
+    optimizer = settings.options["optimizer"]
+    params = {"w": np.ones(2, np.float32)}
+    state, found = optimizer.init(params), []
+    for _ in range(count):
+        updates, state = optimizer.update(params, state, params)
+        found.append(-float(updates["w"][0]))
+    return found
+
+
+def test_auto_takes_the_values_that_are_given():
+    """The file that the documentation of Transformers shows: each value is "auto"."""
+    auto = {
+        "optimizer.params.lr": 2e-5,
+        "scheduler.params.total_num_steps": 10,
+        "scheduler.params.warmup_num_steps": 2,
+        "scheduler.params.warmup_max_lr": 2e-5,
+    }
+    scheduler = {"type": "WarmupDecayLR", "params": dict.fromkeys(DECAY, "auto")}
+    settings = read({"optimizer": AUTO_OPTIMIZER, "scheduler": scheduler}, auto=auto)
+    assert "scheduler.params.total_num_steps" not in settings.ignored
+    assert settings.ignored["optimizer.params.betas"] == AUTO
+    sgd = {"type": "SGD", "params": {"lr": "auto"}}
+    found = rates(read({"optimizer": sgd, "scheduler": scheduler}, auto=auto), 11)
+    expected = [2e-5 * (10 - i) / 8 for i in range(2, 10)]
+    assert found[3:] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_warmup_to_auto_ends_at_the_optimizers_rate():
+    scheduler = {
+        "type": "WarmupDecayLR",
+        "params": {"warmup_max_lr": "auto", "warmup_num_steps": 2, "total_num_steps": 9},
+    }
+    sgd = {"type": "SGD", "params": {"lr": 0.25}}
+    settings = read({"optimizer": sgd, "scheduler": scheduler})
+    assert max(rates(settings, 8)) == pytest.approx(0.25)
+
+
+def test_a_file_may_have_a_byte_order_mark_comments_and_last_commas(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_bytes(
+        b"\xef\xbb\xbf"
+        + b"""{ // a comment, "with": "a string"
+  "gradient_accumulation_steps": 4, # another
+  /* one of
+     two lines */
+  "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/a//b,}"},},
+}"""
+    )
+    found = read(path).options
+    assert found["accumulate"] == 4
+    assert found["offload"].path == "/a//b,}"
+
+
 def test_nothing_written_is_the_default():
     """DeepSpeed's own defaults are not taken over: they would keep a small model whole."""
     assert ZeroConfig(**read({}).options) == ZeroConfig()

@@ -4,6 +4,7 @@ import dataclasses
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -11,7 +12,7 @@ from tools.islands import KEY, MODEL, TOKEN, batches, copies, make_step, params,
 from tools.quick import quick_compilation  # noqa: F401
 
 import zeroxla
-from zeroxla import Offload, ZeroConfig
+from zeroxla import Offload, ZeroConfig, rlhf
 from zeroxla.config.outer import Outer
 from zeroxla.models import GPT
 
@@ -174,3 +175,43 @@ def test_any_optimizer_trains_inside_an_island():
     for a, b in zip(*map(copies, states), strict=True):
         np.testing.assert_array_equal(a, b)
     assert all(island[-1]["loss"] < island[0]["loss"] for island in metrics)
+
+
+def test_a_step_with_exchanges_is_not_trained_alone():
+    """Alone it would exchange nothing, and say nothing about it."""
+    rows, outer = batches(1)[0], ZeroConfig.diloco(every=7).outer
+    step = make_step(outer, 0, 1)
+    state = step.init(KEY, rows)
+    with pytest.raises(ValueError, match=r"outer=Outer\(every=7.*zeroxla.Island\(step\).*with_con"):
+        step(state, rows)
+    assert "every 7 steps islands exchange what has changed (outer: " in str(step.describe())
+    step.eval(state, rows)
+    step.grad(state, rows)
+    alone = step.with_config(dataclasses.replace(step.config, outer=None))
+    assert "outer" not in str(alone.describe())
+    alone(state, rows)
+
+
+def test_a_pipeline_with_exchanges_is_not_trained_alone():
+    batch = np.ones((8, 4), np.float32)
+
+    def loss(y_BD, batch):
+        return jnp.mean(y_BD**2)
+
+    pipeline = zeroxla.Pipeline([nn.Dense(4), nn.tanh, nn.Dense(1)], loss)
+    mesh = zeroxla.make_mesh(pipe=2, nodes=1, devices_per_node=2)
+    step = zeroxla.make_step(pipeline, mesh, config=ZeroConfig.streaming(persistence_threshold=0))
+    state = step.init(KEY, batch)
+    with pytest.raises(ValueError, match=r"outer=Outer\(.*the step trains as an island"):
+        step(state, batch)
+    assert "every 100 steps islands exchange" in str(step.describe())
+
+
+def test_trainers_that_call_steps_themselves_refuse_exchanges():
+    mesh, config = zeroxla.make_mesh(nodes=1, devices_per_node=2), ZeroConfig.diloco()
+    message = r"the config has outer=Outer\(.*leave outer out"
+    with pytest.raises(ValueError, match=message):
+        rlhf.dpo(GPT.tiny(), mesh, rlhf.DpoSettings(length=6, rows=2), config=config)
+    settings = rlhf.Settings(prompt_length=2, new_tokens=4, rows=8, group=4)
+    with pytest.raises(ValueError, match=message):
+        rlhf.make_loop(GPT.tiny(), mesh, settings, reward=len, config=config)

@@ -35,6 +35,7 @@ def export_adapter(
     base: str | None = None,
     dtype: str = "float32",
     progress: Callable[[int, int], None] | None = None,
+    island_own: bool = False,
 ) -> list[Path]:
     """Write the adapters of a model, without its base, as an adapter of PEFT.
 
@@ -52,6 +53,8 @@ def export_adapter(
         it open.
       dtype: "float32", "bfloat16" or "float16"; rounded to nearest, ties to even.
       progress: called after each leaf with the bytes written so far and the bytes of all tensors.
+      island_own: write an island's own parameters. By default its checkpoint gives those that all
+        islands share, which are evaluated.
 
     Returns:
       The file with tensors, in a list; an empty list in processes other than the first.
@@ -113,4 +116,4 @@ def export_adapter(
             others={CONFIG: (json.dumps(config, indent=2) + "\n").encode()},
         )
 
-    return export_leaves(source, folder, lay_out, progress)
+    return export_leaves(source, folder, lay_out, progress, island_own)

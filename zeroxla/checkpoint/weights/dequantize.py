@@ -1,6 +1,6 @@
-"""Weights that a folder keeps in 8 bits, with scales beside them, as float32.
+"""Weights that a folder keeps in 8 bits or 4, with scales beside them, as float32.
 
-Three formats that are documented are read:
+Four formats that are documented are read:
 
     fp8                 float8_e4m3 [out, in] and `weight_scale_inv`, one factor for each block of
                         `weight_block_size`, 128 x 128 (DeepSeek-V3, Qwen3-FP8)
@@ -8,6 +8,9 @@ Three formats that are documented are read:
                         each row (llm-compressor)
     bitsandbytes        int8 [out, in] and `SCB`, the largest size of each row, over 127
                         (LLM.int8, arXiv 2208.07339)
+    mxfp4               of gpt-oss's experts: `NAME_blocks`, uint8 [E, out, in / 32, 16], two float4
+                        (E2M1) in a byte, the first in its low bits, and `NAME_scales`, uint8
+                        [E, out, in / 32], exponents of two plus 127 (OCP Microscaling Formats 1.0)
 """
 
 from __future__ import annotations
@@ -18,13 +21,15 @@ from typing import Any
 
 import numpy as np
 
-from zeroxla.checkpoint.weights.safetensors_reader import FLOAT8, TensorReader
+from zeroxla.checkpoint.weights.safetensors_reader import FLOAT8, StoredTensor, TensorReader
 
 EIGHT_BITS = (FLOAT8, "I8")
 """Dtypes of quantized weights, as the headers of files call them."""
 
 KEY = "quantization_config"
 _SCALES = {"fp8": "_scale_inv", "compressed-tensors": "_scale"}
+_BLOCKS, _EXPONENTS, _BLOCK = "_blocks", "_scales", 32
+_FLOAT4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 _OF_FORMATS = ("_zero_point", "_shape", "_g_idx", "_packed")
 """Ends of names that only formats with fewer bits, or with zero points, have."""
 
@@ -34,7 +39,7 @@ class Quantized:
     """How the weights of a folder are quantized.
 
     Attributes:
-      method: "fp8", "compressed-tensors" or "bitsandbytes".
+      method: "fp8", "compressed-tensors", "bitsandbytes" or "mxfp4".
       block: the rows and columns of a factor's block; for fp8.
     """
 
@@ -60,17 +65,36 @@ class Quantized:
             return Quantized(method=method)
         if method == "bitsandbytes" and said.get("load_in_8bit"):
             return Quantized(method=method)
+        if method == "mxfp4":
+            return Quantized(method=method)
         shown = {key: said[key] for key in ("quant_method", "format", "bits") if key in said}
         raise ValueError(
             f"the config says that weights are quantized as {shown}; 8-bit weights of the methods "
-            "'fp8', 'compressed-tensors' (not packed) and 'bitsandbytes' are read: dequantize them "
-            "with the program that made them"
+            "'fp8', 'compressed-tensors' (not packed) and 'bitsandbytes', and 'mxfp4', are read: "
+            "dequantize them with the program that made them"
         )
+
+    def holds(self, stored: StoredTensor) -> bool:
+        """Return whether a tensor is a quantized weight."""
+        return stored.dtype in EIGHT_BITS or (self.method == "mxfp4" and stored.dtype == "U8")
+
+    def weight_of(self, name: str) -> str:
+        """Return the name of the weight that a tensor holds."""
+        return name.removesuffix(_BLOCKS) if self.method == "mxfp4" else name
+
+    def shape_of(self, stored: StoredTensor) -> tuple[int, ...]:
+        """Return the shape of the weight that a tensor holds."""
+        if self.method != "mxfp4" or not self.holds(stored):
+            return stored.shape
+        *first, rows, blocks, _ = stored.shape
+        return (*first, blocks * _BLOCK, rows)
 
     def scale_of(self, name: str) -> str:
         """Return the name of the tensor with the factors of a weight."""
         if self.method == "bitsandbytes":
             return f"{name.removesuffix('weight')}SCB"
+        if self.method == "mxfp4":
+            return f"{name.removesuffix(_BLOCKS)}{_EXPONENTS}"
         return f"{name}{_SCALES[self.method]}"
 
     def is_beside(self, name: str, names: Mapping[str, Any]) -> bool:
@@ -78,6 +102,8 @@ class Quantized:
         if self.method == "bitsandbytes":
             stem = name.removesuffix("SCB").removesuffix("weight_format")
             return stem != name and f"{stem}weight" in names
+        if self.method == "mxfp4":
+            return f"{name.removesuffix(_EXPONENTS)}{_BLOCKS}" in names
         # Activations that were quantized too have factors of their own, which weights do not need.
         for end in (_SCALES[self.method], "_scale", *_OF_FORMATS):
             if name.endswith(end) and name.removesuffix(end) in names:
@@ -96,13 +122,15 @@ class Quantized:
           ValueError: the factors are missing or do not fit the weight.
         """
         stored, scale = reader.tensors[name], self.scale_of(name)
-        values = reader.read_any(name, index).astype(np.float32)
         if scale not in reader.tensors:
             raise ValueError(
                 f"the tensor {name} in {stored.file} is of the dtype {stored.dtype}, and its "
                 f"factors {scale} are missing; download the folder anew"
             )
         factors = reader.tensors[scale].shape
+        if self.method == "mxfp4":
+            return self._of_pairs(reader, name, scale, index)
+        values = reader.read_any(name, index).astype(np.float32)
         whole = tuple(slice(0, n) for n in factors)
         if self.method == "fp8" and len(factors) == 2 and len(stored.shape) == 2:
             return values * self._of_blocks(reader, name, scale, index)
@@ -118,6 +146,26 @@ class Quantized:
             self._check_row_by_row(reader, name)
             own = own / 127
         return values * own.reshape(-1, *(1,) * (values.ndim - 1))
+
+    def _of_pairs(
+        self, reader: TensorReader, name: str, scale: str, index: tuple[slice, ...]
+    ) -> np.ndarray:
+        """Return a part of a weight [E, in, out] whose inputs are kept two in a byte."""
+        shapes = reader.tensors[name].shape, reader.tensors[scale].shape
+        if len(shapes[0]) != 4 or shapes[0] != (*shapes[1], _BLOCK // 2):
+            raise ValueError(
+                f"the tensor {name} has the shape {list(shapes[0])}, and {scale} "
+                f"{list(shapes[1])}; blocks are [E, out, in / 32, 16], their scales without the 16"
+            )
+        experts, inputs, rows = index
+        blocks = slice(inputs.start // _BLOCK, -(-inputs.stop // _BLOCK))
+        pairs = reader.read_any(name, (experts, rows, blocks, slice(0, _BLOCK // 2)))
+        exponents = reader.read_any(scale, (experts, rows, blocks)).astype(np.int32) - 127
+        values = np.stack([_FLOAT4[pairs & 15], _FLOAT4[pairs >> 4]], axis=-1)
+        values = np.ldexp(values.reshape(*pairs.shape[:3], _BLOCK), exponents[..., None])
+        first = inputs.start - blocks.start * _BLOCK
+        flat = values.reshape(*pairs.shape[:2], -1)[..., first : first + inputs.stop - inputs.start]
+        return np.swapaxes(flat, 1, 2)
 
     def _check_row_by_row(self, reader: TensorReader, name: str) -> None:
         """Check that bitsandbytes has not stored a weight in the tiles of some GPU.

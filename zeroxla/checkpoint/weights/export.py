@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroxla.checkpoint.weights.export_files import ExportLayout, export_leaves
-from zeroxla.checkpoint.weights.origin import origin_of
+from zeroxla.checkpoint.weights.origin import Origin, origin_of
 from zeroxla.checkpoint.weights.safetensors_writer import (
     DTYPES,
     FilePlan,
@@ -42,6 +42,7 @@ def export_params(
     config: Mapping[str, Any] | None = None,
     like: str | Path | None = None,
     progress: Callable[[int, int], None] | None = None,
+    island_own: bool = False,
 ) -> list[Path]:
     """Write parameters as safetensors, with Hugging Face's names if the model has them.
 
@@ -65,9 +66,12 @@ def export_params(
       config: further keys of config.json that no model knows, such as a tokenizer's special tokens.
       like: the Hugging Face folder that the weights came from. Tensors keep the dtypes that they
         have there, and its config.json, generation_config.json, tokenizer files and chat template
-        are copied as they are; `dtype` is for tensors that were quantized there. Needs a model, and
-        all processes must see the folder.
+        are copied as they are; `dtype` is for tensors that were quantized there. Tensors that the
+        model has no part in (the images of Gemma 3) are copied. Needs a model, and all processes
+        must see the folder.
       progress: called after each leaf with the bytes written so far and the bytes of all tensors.
+      island_own: write an island's own parameters. By default its checkpoint gives those that all
+        islands share, which are evaluated.
 
     Returns:
       The files with tensors, in order.
@@ -94,14 +98,14 @@ def export_params(
     def lay_out(opened: WeightSource) -> ExportLayout:
         merged, own = _merged(opened, model)
         leaves, others = _layout(merged, own, dtype, config or {})
-        dtypes: Mapping[str, str] = {}
+        origin = None
         if like is not None:
-            dtypes, files = origin_of(like, leaves, abstract(own), config)
-            others = {**others, **files}
-        plan = _plan(leaves, dtype, max_shard_size, dtypes)
-        return ExportLayout(source=merged, leaves=leaves, plan=plan, others=others)
+            origin = origin_of(like, leaves, abstract(own), config)
+            leaves, others = origin.leaves, {**others, **origin.files}
+        plan = _plan(leaves, dtype, max_shard_size, origin)
+        return ExportLayout(source=merged, leaves=leaves, plan=plan, others=others, origin=origin)
 
-    return export_leaves(source, folder, lay_out, progress)
+    return export_leaves(source, folder, lay_out, progress, island_own)
 
 
 def _merged(source: WeightSource, model: Any) -> tuple[WeightSource, Any]:
@@ -142,12 +146,14 @@ def check_export_dtype(dtype: str) -> None:
 
 
 def _plan(
-    leaves: list[NamedLeaf], dtype: str, max_shard_size: int | str, dtypes: Mapping[str, str]
+    leaves: list[NamedLeaf], dtype: str, max_shard_size: int | str, origin: Origin | None
 ) -> FilePlan:
     shapes = {name: leaf.tensor_shape for leaf in leaves for name in leaf.tensors}
+    shapes |= {} if origin is None else origin.kept
     if not shapes:
         raise ValueError("there are no parameters to export")
     size = parse_size(max_shard_size)
+    dtypes = {} if origin is None else origin.dtypes
     return make_plan(shapes, dtype=dtype, max_shard_bytes=size, dtypes=dtypes)
 
 

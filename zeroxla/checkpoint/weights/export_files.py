@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from zeroxla.checkpoint.weights.origin import Origin
 from zeroxla.checkpoint.weights.safetensors_writer import FilePlan, Writer, writing
 from zeroxla.checkpoint.weights.sources import WeightSource, open_source
 from zeroxla.checkpoint.weights.tensor_names import NamedLeaf
@@ -28,12 +29,14 @@ class ExportLayout:
       leaves: the leaves to write, with their tensors.
       plan: the places of the tensors.
       others: contents of files that belong to the export, by name.
+      origin: the folder that the export is like; None for none.
     """
 
     source: WeightSource
     leaves: list[NamedLeaf]
     plan: FilePlan
     others: Mapping[str, bytes]
+    origin: Origin | None = None
 
 
 def export_leaves(
@@ -41,11 +44,12 @@ def export_leaves(
     folder: str | Path,
     lay_out: Callable[[WeightSource], ExportLayout],
     progress: Callable[[int, int], None] | None,
+    island_own: bool = False,
 ) -> list[Path]:
     """Write an export, in the first process; see `export_params`.
 
     Args:
-      source, folder, progress: as for `export_params`.
+      source, folder, progress, island_own: as for `export_params`.
       lay_out: returns the contents; it may raise a ValueError.
     """
     folder = Path(folder).expanduser()
@@ -54,7 +58,7 @@ def export_leaves(
     def prepare() -> ExportLayout | None:
         if not is_writer and not isinstance(source, TrainState):
             return None  # this process may not see the folder of a checkpoint
-        layout = lay_out(open_source(source))
+        layout = lay_out(open_source(source, island_own=island_own))
         if is_writer:
             _make_folder(folder, layout.plan)
         return layout
@@ -89,6 +93,9 @@ def _write(
                 if progress is not None:
                     progress(done, plan.tensor_bytes)
                 del values  # before the next leaf is read
+            if writer is not None and layout.origin is not None:
+                for name in layout.origin.kept:
+                    writer.write(name, layout.origin.read(name))
     except OSError as error:
         failure = _not_writable(folder, error)
     except Exception as error:
@@ -113,7 +120,10 @@ def write_leaves(writer: Writer, leaves: list[NamedLeaf], values: list[np.ndarra
     flat = [x.reshape(len(names), *x.shape[depth:]) for x in values]
     for i, name in enumerate(names):
         own = [x[i] for x in flat]
-        parts = [x.T if leaf.is_transposed else x for leaf, x in zip(leaves, own, strict=True)]
+        parts = [
+            np.swapaxes(x, -1, -2) if leaf.is_transposed else x
+            for leaf, x in zip(leaves, own, strict=True)
+        ]
         writer.write(name, _joined(leaves, parts))
 
 
@@ -122,13 +132,14 @@ def _joined(leaves: list[NamedLeaf], parts: list[np.ndarray]) -> np.ndarray:
     of_leaves = [leaf.part for leaf in leaves if leaf.part is not None]
     if not of_leaves:
         return parts[0]
-    groups = of_leaves[0].groups
+    groups, dim = of_leaves[0].groups, leaves[0].rows_dim
+    rows_first = [np.moveaxis(part, dim, 0) for part in parts]
     grouped = {
         own.index: part.reshape(groups, -1, *part.shape[1:])
-        for own, part in zip(of_leaves, parts, strict=True)
+        for own, part in zip(of_leaves, rows_first, strict=True)
     }
     joined = np.concatenate([grouped[i] for i in sorted(grouped)], axis=1)
-    return joined.reshape(-1, *joined.shape[2:])
+    return np.moveaxis(joined.reshape(-1, *joined.shape[2:]), 0, dim)
 
 
 @contextlib.contextmanager

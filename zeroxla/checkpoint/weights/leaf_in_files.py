@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from zeroxla.checkpoint.weights.dequantize import EIGHT_BITS, Quantized
+from zeroxla.checkpoint.weights.dequantize import Quantized
 from zeroxla.checkpoint.weights.safetensors_reader import TensorReader
 from zeroxla.checkpoint.weights.tensor_names import NamedLeaf
 from zeroxla.program.paths import Path
@@ -76,21 +76,23 @@ class LeafInFiles:
           ValueError: a number is not finite.
         """
         leaf, reader = self.leaf, self.reader
-        index = inside[::-1] if leaf.is_transposed else inside
+        index = leaf.oriented(inside)
         if leaf.part is None:
             part = self._read(name, index)
         else:
-            covering = self._read(name, (leaf.part.covering(index[0]), *index[1:]))
-            part = leaf.part.of_covering(covering, index[0])
+            wider, dim = list(index), leaf.rows_dim
+            wider[dim] = leaf.part.covering(index[dim])
+            covering = np.moveaxis(self._read(name, tuple(wider)), dim, 0)
+            part = np.moveaxis(leaf.part.of_covering(covering, index[dim]), 0, dim)
         if bad := part.size - np.count_nonzero(np.isfinite(part)):
             raise ValueError(
                 f"the tensor {name} in {reader.tensors[name].file} holds {bad} numbers that are "
                 f"NaN or infinite, of {part.size} in the part that was read; take weights that "
                 "were saved before their training diverged"
             )
-        return part.T if leaf.is_transposed else part
+        return np.swapaxes(part, -1, -2) if leaf.is_transposed else part
 
     def _read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        if self.quantized is not None and self.reader.tensors[name].dtype in EIGHT_BITS:
+        if self.quantized is not None and self.quantized.holds(self.reader.tensors[name]):
             return self.quantized.read(self.reader, name, index)
         return self.reader.read(name, index)

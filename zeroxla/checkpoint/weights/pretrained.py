@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from zeroxla.checkpoint.weights.adapter_import import read_adapter
-from zeroxla.checkpoint.weights.dequantize import EIGHT_BITS, Quantized
+from zeroxla.checkpoint.weights.dequantize import Quantized
 from zeroxla.checkpoint.weights.leaf_in_files import leaves_in_files
 from zeroxla.checkpoint.weights.safetensors_reader import TensorReader, check_dtype
 from zeroxla.checkpoint.weights.tensor_names import (
@@ -126,12 +126,12 @@ def find_tensors(
     for name in reader.tensors:
         if quantized is not None and quantized.is_beside(name, reader.tensors):
             continue
-        bare = name.removeprefix(format.prefix)
+        bare = format.bare(name if quantized is None else quantized.weight_of(name))
         if bare in there:
             raise ValueError(f"{reader.folder} holds both {there[bare]} and {name}; remove one")
         there[bare] = name
     wanted = {name: leaf for leaf in leaves for name in leaf.tensors}
-    bare = {name: name.removeprefix(format.prefix) for name in wanted}
+    bare = {name: format.bare(name) for name in wanted}
     if missing := [name for name in wanted if bare[name] not in there]:
         raise ValueError(
             f"{reader.folder} lacks {_list(missing)}, which the model needs; give the folder of "
@@ -140,18 +140,21 @@ def find_tensors(
     found = {name: there.pop(bare[name]) for name in wanted}
     _check_tied(reader, wanted, found, there, format)
     ignored = re.compile("|".join(format.ignored) or "(?!)")
-    if extra := [name for short, name in there.items() if not ignored.fullmatch(short)]:
+    unknown = (x for x in there.items() if not ignored.fullmatch(x[0]) and not format.is_kept(x[0]))
+    if extra := [name for _, name in unknown]:
         raise ValueError(
             f"{reader.folder} holds {_list(extra)}, for which the model has no place; build the "
             "model that these weights are of"
         )
     for name, leaf in wanted.items():
         stored = reader.tensors[found[name]]
-        if quantized is None or stored.dtype not in EIGHT_BITS:
+        is_quantized = quantized is not None and quantized.holds(stored)
+        if not is_quantized:
             check_dtype(found[name], stored)
-        if stored.shape != leaf.tensor_shape:
+        shape = quantized.shape_of(stored) if quantized is not None else stored.shape
+        if shape != leaf.tensor_shape:
             raise ValueError(
-                f"the tensor {found[name]} in {stored.file} has the shape {list(stored.shape)}, "
+                f"the tensor {found[name]} in {stored.file} has the shape {list(shape)}, "
                 f"and the model's leaf {leaf.name} needs {list(leaf.tensor_shape)}"
             )
     return found

@@ -58,27 +58,32 @@ class CheckpointSource:
 
     Args:
       folder: the folder of one checkpoint, or of several, whose newest is taken.
+      island_own: take an island's own parameters instead of those that all islands share.
 
     Raises:
-      ValueError: it holds no checkpoint, or the checkpoint is damaged.
+      ValueError: it holds no checkpoint, the checkpoint is damaged, or is no island's that has what
+        is asked for.
 
     Cost: reads the files once, to check them.
     """
 
-    def __init__(self, folder: str | FilePath) -> None:
+    def __init__(self, folder: str | FilePath, *, island_own: bool = False) -> None:
         self._folder = _state_folder(FilePath(folder).expanduser().resolve())
         self.title, self.is_collective = f"the checkpoint {self._folder.parent}", False
         if damage := find_damage(self._folder):
             raise ValueError(f"{self.title} is damaged: {damage}; name the folder of another one")
-        leaves = About.read(self._folder).leaves
+        about = About.read(self._folder)
+        self._names = {
+            path[1:]: name for path, name in about.parameters(island_own=island_own).items()
+        }
         self.shapes: Mapping[Path, Shape] = {
-            path[1:]: x.shape for path, x in leaves.items() if path[0] == "params"
+            path: about.leaves[name].shape for path, name in self._names.items()
         }
 
     def read(self, path: Path) -> np.ndarray:
         if 0 in self.shapes[path]:  # the storage does not hold these
             return np.zeros(self.shapes[path], np.float32)
-        return np.asarray(open_array(self._folder, ("params", *path)).read().result())
+        return np.asarray(open_array(self._folder, self._names[path]).read().result())
 
 
 class MergedSource:
@@ -106,16 +111,26 @@ class MergedSource:
         return np.asarray(self._plan.merged(path, self._source.read((BASE, *path)), adapter))
 
 
-def open_source(source: TrainState | str | FilePath) -> WeightSource:
+def open_source(source: TrainState | str | FilePath, *, island_own: bool = False) -> WeightSource:
     """Return the source of parameters.
 
+    Args:
+      source: a state, or the folder of a checkpoint.
+      island_own: as of `CheckpointSource`.
+
     Raises:
-      ValueError: it is neither a state nor a folder with a checkpoint.
+      ValueError: it is neither a state nor a folder with a checkpoint; or for the reasons of
+        `CheckpointSource`.
     """
     if isinstance(source, TrainState):
+        if island_own:
+            raise ValueError(
+                "island_own=True chooses between the parameters in an island's checkpoint, and "
+                "this is a state; export island.shared(state), or the island's own, state.inner"
+            )
         return StateSource(source)
     if isinstance(source, str | FilePath):
-        return CheckpointSource(source)
+        return CheckpointSource(source, island_own=island_own)
     raise ValueError(
         f"cannot export a {type(source).__name__}; give a TrainState, or the folder of a checkpoint"
     )

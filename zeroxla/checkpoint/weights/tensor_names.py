@@ -27,9 +27,9 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TensorPart:
-    """The rows of a tensor that belong to one of several leaves.
+    """The rows of a tensor that belong to one of several leaves: the indices of its dim of outputs.
 
-    The tensor's first dim is `groups` times the rows of all its leaves, in their order.
+    There are `groups` times the rows of all its leaves, in their order.
 
     Attributes:
       groups: how often the rows begin anew with the first leaf.
@@ -54,7 +54,7 @@ class TensorPart:
         return slice(rows.start // size * step, -(-rows.stop // size) * step)
 
     def of_covering(self, values: np.ndarray, rows: slice) -> np.ndarray:
-        """Return some rows of the leaf from the rows of the tensor that cover them."""
+        """Return some rows of the leaf from the rows of the tensor that cover them, as dim 0."""
         if self.groups == 1:
             return values
         first, size, step = sum(self.sizes[: self.index]), self.sizes[self.index], sum(self.sizes)
@@ -74,7 +74,7 @@ class NamedLeaf:
       tensors: the names of its tensors: one for each index of the leading dims `stack`, the last of
         which runs fastest.
       stack: the leading dims that count tensors: layers, experts; () if the leaf is one tensor.
-      is_transposed: whether a tensor is the transpose of its part of the leaf.
+      is_transposed: whether a tensor has the last two dims of its part of the leaf the other way.
       part: the rows of the tensors that are the leaf's; None if the tensors are its own.
     """
 
@@ -90,10 +90,22 @@ class NamedLeaf:
         return "/".join(self.path)
 
     @property
+    def rows_dim(self) -> int:
+        """The dim of a tensor that counts outputs."""
+        return -2 if self.is_transposed else -1
+
+    @property
     def tensor_shape(self) -> Shape:
-        shape = self.shape[len(self.stack) :]
-        shape = shape[::-1] if self.is_transposed else shape
-        return shape if self.part is None else (self.part.num_rows, *shape[1:])
+        shape = list(self.oriented(self.shape[len(self.stack) :]))
+        if self.part is not None:
+            shape[self.rows_dim] = self.part.num_rows
+        return tuple(shape)
+
+    def oriented(self, of_dims: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return what belongs to the dims of a layer of the leaf in the order of a tensor's."""
+        if not self.is_transposed:
+            return of_dims
+        return (*of_dims[:-2], of_dims[-1], of_dims[-2])
 
 
 def flat_leaves(shapes: Mapping[Path, Shape]) -> list[NamedLeaf]:
@@ -166,7 +178,8 @@ def _with_parts(
         fused = next((one for one in format.fused if line in one.leaves), None)
         if fused is not None and all(other in of_line for other in fused.leaves):
             groups = operator.attrgetter(fused.groups)(module) if fused.groups else 1
-            sizes = tuple(of_line[other].tensor_shape[0] // groups for other in fused.leaves)
+            rows = (of_line[other].tensor_shape[leaf.rows_dim] for other in fused.leaves)
+            sizes = tuple(n // groups for n in rows)
             part = TensorPart(groups=groups, sizes=sizes, index=fused.leaves.index(line))
             leaf = dataclasses.replace(leaf, part=part)
         found.append(leaf)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from zeroxla.cli.check.options import CheckOptions
 from zeroxla.cli.config_file import with_config
 from zeroxla.cli.errors import UsageError
+from zeroxla.cli.inputs import check_check
 from zeroxla.cli.read_options import read_options
 
 
@@ -17,9 +18,10 @@ def run(arguments: Sequence[str]) -> int:
       UsageError: an option or an input cannot work.
     """
     options = read_options("check", with_config(arguments, CheckOptions), CheckOptions)
-    from zeroxla.cli.check.run import run_check  # here, because it takes a second to import
-
     try:
+        check_check(options)
+        from zeroxla.cli.check.run import run_check  # here, because it takes long to import
+
         return run_check(options)
     except (ValueError, NotImplementedError) as error:
         raise UsageError(str(error)) from error

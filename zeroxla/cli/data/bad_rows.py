@@ -71,7 +71,7 @@ class BadRows:
             named = "; ".join(f"{place}: {reason}" for place, reason in first)
             raise ValueError(
                 f"{number} of {rows} rows are bad, more than the share of {self.limit} that may be "
-                f"({named}); mend the rows, or allow a larger share of bad rows"
+                f"({named}); mend the rows, or allow more with a larger --max-bad-rows"
             )
 
     @property

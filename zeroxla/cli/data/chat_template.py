@@ -1,4 +1,4 @@
-"""`ChatTemplate`: turns a conversation into one text, and finds the assistant's turns in it.
+"""`ChatTemplate`: turns a conversation into one text, and finds what the model learns of it.
 
 Templates are Jinja2, as Hugging Face folders hold them. They run in a sandbox, with the names that
 Transformers gives them: `messages`, `tools`, `add_generation_prompt`, `bos_token` and the other
@@ -8,17 +8,34 @@ special tokens, `raise_exception`, `strftime_now`, the filter `tojson`, and `{% 
 from __future__ import annotations
 
 import datetime
+import functools
+import itertools
 import json
-import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from zeroxla.cli.data.bad_rows import RowError
+from zeroxla.cli.data.row_values import CALLS, THOUGHTS, WEIGHTS, is_learned, text_of_content
+from zeroxla.cli.data.traced_text import Traced, concat, origins, traced
+from zeroxla.cli.data.turns import (
+    ANSWER,
+    BEGIN,
+    GENERATION,
+    Field,
+    Loop,
+    TurnFinder,
+    fields_of,
+    pieces_of,
+)
 from zeroxla.cli.data.vocabulary import special_tokens, tokenizer_config
 from zeroxla.program.extras import extra
 
 TEMPLATE = "chat_template.jinja"
+MORE_TEMPLATES = "additional_chat_templates"
+"""The folder beside `TEMPLATE` with templates of other names, a file each."""
+OF_A_PROCESSOR = "chat_template.json"
+"""The file in which older folders of multimodal models have their template."""
 
 DEFAULT = """\
 {{ bos_token }}{% for message in messages %}
@@ -42,13 +59,15 @@ NOW = datetime.datetime(2025, 1, 1)
 """The time that templates read. It is the same in every run, so that a resumed run sees the same
 tokens."""
 
+_WITH_TOOLS = "tool_use"
+
 
 class Rendering(NamedTuple):
     """A conversation as one text.
 
     Attributes:
       text: the text.
-      spans: the assistant's turns in it: first character, and the one after the last.
+      spans: what the model learns of it: first character, and the one after the last.
     """
 
     text: str
@@ -56,14 +75,10 @@ class Rendering(NamedTuple):
 
 
 class ChatTemplate:
-    """A chat template.
-
-    The assistant's turns are what stands between `{% generation %}` and `{% endgeneration %}`. In a
-    template without these, the turn of message i is the text that the first i + 1 messages have
-    more than the first i messages with the prompt for an answer (`add_generation_prompt`).
+    """A chat template, or several with names, of which "tool_use" writes conversations with tools.
 
     Args:
-      source: the template.
+      source: the template; or the templates by name, with one named "default".
       special: texts of special tokens by name: "bos_token", "eos_token". These two are empty if
         they are missing.
       now: the time that `strftime_now` gives.
@@ -83,76 +98,60 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, source: str, special: Mapping[str, str], *, now: datetime.datetime = NOW
+        self,
+        source: str | Mapping[str, str],
+        special: Mapping[str, str],
+        *,
+        now: datetime.datetime = NOW,
     ) -> None:
-        with extra("text", "chat templates need"):
-            import jinja2
-            import jinja2.nodes
-            import jinja2.sandbox
-        self.source = source
-        # Marks around the assistant's turns. No text holds them by chance.
-        mark = secrets.token_hex(16)
-        self._begin = f"\N{REPLACEMENT CHARACTER}{mark}("
-        self._end = f"){mark}\N{REPLACEMENT CHARACTER}"
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=["jinja2.ext.loopcontrols", _generation(self._begin, self._end)],
-        )
-        environment.filters["tojson"] = _tojson
-        environment.globals |= {
-            "raise_exception": _raise,
-            "strftime_now": now.strftime,
-            "bos_token": "",
-            "eos_token": "",
-            **special,
+        self.sources = {"default": source} if isinstance(source, str) else dict(source)
+        environment = _environment(special, now)
+        used = ("default", _WITH_TOOLS)
+        self._templates = {
+            x: _Template(environment, self.sources[x]) for x in used if x in self.sources
         }
-        self._errors = (
-            *(jinja2.TemplateError, TypeError, ValueError, AttributeError),
-            *(LookupError, ArithmeticError, RecursionError),
-        )
-        try:
-            self._template = environment.from_string(source)
-            nodes = environment.parse(source)
-        except jinja2.TemplateSyntaxError as error:
-            raise ValueError(
-                f"the chat template is no Jinja2 (line {error.lineno}: {error.message}); correct it"
-            ) from error
-        self.marks_turns = any(
-            node.name == _MARK for node in nodes.find_all(jinja2.nodes.ExtensionAttribute)
-        )
-        """Whether the template has `{% generation %}`."""
+
+    @property
+    def source(self) -> str:
+        """The template named "default"."""
+        return self.sources["default"]
 
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Any] | None = None,
-        add_generation_prompt: bool = False,
+        num_given: int = 0,
     ) -> Rendering:
-        """Turn messages into one text.
+        """Turn messages into one text, and find what the model learns of it.
+
+        That is what the assistant writes, in the messages that are learned (docs/data.md): between
+        `{% generation %}` and `{% endgeneration %}`, or, in a template without these, from the end
+        of the prompt for the answer to the end of what the template writes for the message.
+
+        Args:
+          messages: the conversation.
+          tools: descriptions of tools.
+          num_given: the number of messages at the beginning that are not learned.
 
         Raises:
-          RowError: the template refuses the messages, or the assistant's turns cannot be found.
+          RowError: the template refuses the messages, leaves out some of what they say, or its text
+            does not show where a turn is.
+
+        Cost: one rendering, and another for each way in which the template begins an answer other
+        than with the prompt for one.
         """
-        marked = self._text(messages, tools, add_generation_prompt)
-        rendering = self._without_marks(marked)
-        if self.marks_turns:
-            return rendering
-        text, spans = rendering.text, []
-        for i, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            before = self._text(messages[:i], tools, True) if i else ""
-            upto = text if i + 1 == len(messages) else self._text(messages[: i + 1], tools, False)
-            if not upto.startswith(before) or not text.startswith(upto):
-                raise RowError(
-                    f"the chat template writes the messages before the assistant's message {i} "
-                    "otherwise in the whole conversation, so that this turn cannot be found; mark "
-                    "the turns in the template with {% generation %} and {% endgeneration %}"
-                )
-            spans.append((len(before), len(upto)))
-        return Rendering(text, spans)
+        assistant = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        learned = [i for i in assistant if i >= num_given and is_learned(messages[i])]
+        template, said, tools, text = self._written(messages, tools, False, learned)
+        if not template.marks_turns:
+            spans = template.turns.find(text, said, tools, learned)
+        else:
+            marked = [x[:2] for x in getattr(text, "spans", ()) if x[2] == GENERATION]
+            spans = sorted((a, b) for a, b in marked if a < b)
+            if learned != assistant:
+                spans = _of_messages(spans, text, learned)
+        return Rendering(str.__str__(text), spans)
 
     def prompt(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None = None
@@ -160,69 +159,274 @@ class ChatTemplate:
         """Return the text of messages, up to where the assistant answers.
 
         Raises:
-          RowError: the template refuses the messages, or makes no text of them.
+          RowError: the template refuses the messages, leaves out some of what they say, or makes no
+            text of them.
         """
-        text = self._without_marks(self._text(messages, tools, True)).text
+        text = str.__str__(self._written(messages, tools, True, ())[-1])
         if not text:
             raise RowError("the chat template makes no text of the conversation; give another one")
         return text
 
-    def _text(
+    def write(self, folder: Path) -> None:
+        """Write the templates into a folder, as `find_template` reads them."""
+        (folder / TEMPLATE).write_text(self.source, encoding="utf-8")
+        for name, source in self.sources.items():
+            if name != "default":
+                (folder / MORE_TEMPLATES).mkdir(exist_ok=True)
+                (folder / MORE_TEMPLATES / f"{name}.jinja").write_text(source, encoding="utf-8")
+
+    def _written(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None,
+        add_generation_prompt: bool,
+        learned: Collection[int],
+    ) -> tuple[_Template, list[dict[str, Any]], Any, str]:
+        """Return the template that is used, the messages and tools as it reads them, and its text.
+
+        Contents may be text or parts, and arguments of calls objects or JSON text. A template may
+        take one of the two only. So it first gets what the row has (and arguments as objects), and
+        others if it refuses that or leaves it out.
+        """
+        name = _WITH_TOOLS if tools and _WITH_TOOLS in self._templates else "default"
+        template, errors = self._templates[name], []
+        tools = traced(tools, Field(None, "tools")) if tools else None
+        has_calls = any(key in message for message in messages for key in CALLS)
+        kinds = {type(message.get("content")) for message in messages}
+        forms = ("as it is", *["text"] * (list in kinds), *["parts"] * (str in kinds))
+        for form, as_text in itertools.product(forms, (False, True)[: 1 + has_calls]):
+            said = [
+                _as_read(message, i, form=form, as_text=as_text)
+                for i, message in enumerate(messages)
+            ]
+            try:
+                text = template(said, tools, add_generation_prompt)
+                _check_written(template, text, said, tools, learned)
+            except RowError as error:
+                errors.append(error)
+            else:
+                return template, said, tools, text
+        # What a template leaves out says more than that it cannot take another form.
+        raise next((x for x in errors if not str(x).startswith(_REFUSES)), errors[0])
+
+
+class _Template:
+    """A template that Jinja2 has compiled. Its texts are `Traced`: fields of messages, loops over
+    messages, and what `{% generation %}` encloses."""
+
+    def __init__(self, environment: Any, source: str) -> None:
+        import jinja2
+        import jinja2.nodes
+
+        try:
+            tree = environment.parse(source)
+            self.names = _names(tree)
+            self.marks_turns = any(
+                node.name == _MARK for node in tree.find_all(jinja2.nodes.ExtensionAttribute)
+            )
+            self._template = environment.from_string(_with_loops(tree).set_environment(environment))
+        except jinja2.TemplateSyntaxError as error:
+            raise ValueError(
+                f"the chat template is no Jinja2 (line {error.lineno}: {error.message}); correct it"
+            ) from error
+        self._errors = (
+            *(jinja2.TemplateError, TypeError, ValueError, AttributeError),
+            *(LookupError, ArithmeticError, RecursionError),
+        )
+        self.turns = TurnFinder(self)
+
+    def __call__(
         self, messages: Sequence[Mapping[str, Any]], tools: Any, add_generation_prompt: bool
     ) -> str:
+        places = {id(message): i for i, message in enumerate(messages)}
+
+        def at(item: Any) -> str:
+            found = places.get(id(item))
+            if found is None and isinstance(item, Mapping):  # made of a message by the template
+                fields = {x.message for x in origins(item) if isinstance(x, Field)}
+                found = fields.pop() if len(fields) == 1 else None
+            return Traced("", [(0, 0, Loop("at", found))])
+
+        loop = {_ENTER: _place("enter"), _AT: at, _LEAVE: _place("leave")}
         try:
             return self._template.render(
-                messages=list(messages), tools=tools, add_generation_prompt=add_generation_prompt
+                messages=list(messages),
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                **loop,
             )
         except self._errors as error:
-            raise RowError(f"the chat template refuses the conversation: {error}") from error
-
-    def _without_marks(self, marked: str) -> Rendering:
-        """Take the marks out of a text, and return where they were."""
-        parts, spans, length = marked.split(self._begin), [], 0
-        texts = [parts[0]]
-        length = len(parts[0])
-        for part in parts[1:]:
-            turn, _, rest = part.partition(self._end)
-            spans.append((length, length + len(turn)))
-            texts += [turn, rest]
-            length += len(turn) + len(rest)
-        return Rendering("".join(texts), spans)
+            reason = str(error).replace(Traced.__name__, "str")
+            raise RowError(f"{_REFUSES} the conversation: {reason}") from error
 
 
-def find_template(folder: Path) -> str | None:
-    """Return the chat template of a Hugging Face folder: `chat_template.jinja`, or the entry
-    "chat_template" of `tokenizer_config.json` (of several templates the one named "default"). None
-    if it has none.
+def _as_read(message: Mapping[str, Any], i: int, *, form: str, as_text: bool) -> dict[str, Any]:
+    """Return message i as templates read it, all of its strings but the role traced to it.
+
+    Args:
+      message: the message.
+      i: its place.
+      form: give its content "as it is", as one "text", or as "parts".
+      as_text: give the arguments of calls as JSON text, not as objects.
+    """
+    made: dict[str, Any] = {}
+    for key, value in message.items():
+        if key == "role":
+            made[key] = value
+        elif key == "tool_calls" and isinstance(value, list):
+            made[key] = [_call(x, Field(i, key, (k,)), as_text) for k, x in enumerate(value)]
+        elif key == "function_call":
+            made[key] = _call(value, Field(i, key, (0,)), as_text)
+        elif key not in WEIGHTS:
+            if key == "content" and form == "text":
+                value = text_of_content(value)
+            elif key == "content" and form == "parts" and isinstance(value, str):
+                value = [{"type": "text", "text": value}]
+            made[key] = traced(value, Field(i, key))
+    return made
+
+
+def _call(call: Any, field: Field, as_text: bool) -> Any:
+    """Return a call without keys that are null, its arguments an object, or JSON text."""
+    if not isinstance(call, Mapping):
+        return traced(call, field)
+    made = {}
+    for key, value in call.items():
+        if key == "function":
+            made[key] = _call(value, field, as_text)
+        elif key == "arguments":
+            read = _arguments(value)
+            if as_text and isinstance(read, Mapping):
+                read = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            made[key] = traced(read, field._replace(part=(*field.part, key)))
+        elif value is not None:
+            made[key] = traced(value, field)
+    return made
+
+
+def _arguments(value: Any) -> Any:
+    """Return the object that the arguments of a call are; other values as they are."""
+    if not isinstance(value, str):
+        return {} if value is None else value
+    if not value.strip():
+        return {}
+    try:
+        read = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    return read if isinstance(read, dict) else value
+
+
+def _check_written(
+    template: _Template,
+    text: str,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Any,
+    learned: Collection[int],
+) -> None:
+    """Check that a template's text has what the messages and tools, as it read them, say."""
+    pieces = pieces_of(text)
+    there: set[Any] = set()
+    places = {field[:2] for _, _, field in fields_of(text)}
+    for first, end, field in fields_of(text):
+        is_answer = field.message is not None and messages[field.message]["role"] == "assistant"
+        around = {x.message for x in pieces if x.first < end and x.end > first}
+        # The results of tools may repeat the name of a call.
+        if first < end and not (is_answer and around - {None, field.message}):
+            there |= {field, field[:2]} | ({field.message} if field.key in ANSWER else set())
+    if tools and (None, "tools") not in there:
+        raise RowError(
+            'the row has "tools", and the chat template does not write them; leave them out, or '
+            f"give a template that does ({_OPTION})"
+        )
+
+    for i, message in enumerate(messages):
+        role = message["role"]
+        for key in THOUGHTS:
+            if message.get(key) and key not in template.names and (i, key) not in there:
+                raise RowError(
+                    f'message {i} of the {role} has "{key}", which the chat template never reads; '
+                    f"leave it out, rename it, or give a template that reads it ({_OPTION})"
+                )
+        for key in CALLS:
+            for field in origins(message.get(key)):
+                if field not in there:
+                    what = field.part[-1] if len(field.part) > 1 else "name"
+                    raise RowError(
+                        f'message {i} of the {role} has "{key}", and the chat template does not '
+                        f"write the {what} of call {field.part[0]}; leave the row out, or give a "
+                        f"template that does ({_OPTION})"
+                    )
+        content = message.get("content", "")
+        is_list = isinstance(content, list)
+        if content := text_of_content(content).strip():
+            # Templates may leave out the thoughts of an answer, and what is beside its calls.
+            is_there = (i, "content") in there or (i in there and role == "assistant")
+            mine = (text[x.first : x.end] for x in pieces if x.message == i and not is_list)
+            is_missing = not is_there and not any(content in x for x in mine)
+        if (content and is_missing and (role != "assistant" or i in learned)) or (
+            # A list that left no place was written as Python writes lists, or passed over.
+            is_list and (i, "content") not in places
+        ):
+            raise RowError(
+                f"the chat template does not write the content of message {i}, whose role is "
+                f'"{role}"; leave it out, or give a template that does ({_OPTION})'
+            )
+
+
+def _of_messages(
+    spans: list[tuple[int, int]], text: str, learned: Collection[int]
+) -> list[tuple[int, int]]:
+    """Return the spans that are of messages that are learned."""
+    pieces, kept = pieces_of(text), []
+    for first, end in spans:
+        (message, *others) = {x.message for x in pieces if max(x.first, first) < min(x.end, end)}
+        if others or message is None:
+            raise RowError(
+                "not all of the assistant's messages are to be learned, and the chat template does "
+                "not show which message its {% generation %} is of; put {% generation %} into a "
+                f"loop over messages, around one of them ({_OPTION})"
+            )
+        if message in learned:
+            kept.append((first, end))
+    return kept
+
+
+def find_template(folder: Path) -> str | dict[str, str] | None:
+    """Return the chat template of a Hugging Face folder, or several by name. None if it has none.
+
+    It is `chat_template.jinja` with the files in `additional_chat_templates`; or the entry
+    "chat_template" of `tokenizer_config.json`, or of `chat_template.json`.
 
     Raises:
       ValueError: a file cannot be read, or none of several templates is named "default".
     """
-    file = folder / TEMPLATE
-    if file.is_file():
-        return read_template(file)
+    if (folder / TEMPLATE).is_file() or any((folder / MORE_TEMPLATES).glob("*.jinja")):
+        return read_template(folder / TEMPLATE)
     found = tokenizer_config(folder).get("chat_template")
+    if found is None:
+        found = tokenizer_config(folder, OF_A_PROCESSOR).get("chat_template")
     if isinstance(found, list):
-        named = {x.get("name"): x.get("template") for x in found if isinstance(x, dict)}
-        if not isinstance(named.get("default"), str):
-            raise ValueError(
-                f"{folder} has chat templates named {', '.join(map(repr, named))} and none named "
-                '"default"; give one as a file'
-            )
-        return named["default"]
+        found = {x.get("name"): x.get("template") for x in found if isinstance(x, dict)}
+    if isinstance(found, dict):
+        return _with_default(found, folder)
     return found if isinstance(found, str) else None
 
 
-def read_template(file: Path) -> str:
-    """Read a chat template from its own file.
+def read_template(file: Path) -> str | dict[str, str]:
+    """Read a chat template from its own file; one named `chat_template.jinja` with those of other
+    names beside it, in the folder `additional_chat_templates`.
 
     Raises:
       ValueError: it cannot be read.
     """
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read the chat template {file}: {error}") from error
+    more = sorted((file.parent / MORE_TEMPLATES).glob("*.jinja")) if file.name == TEMPLATE else []
+    found = {x.stem: _read(x) for x in more}
+    if not found:
+        return _read(file)
+    if file.is_file():
+        found["default"] = _read(file)
+    return _with_default(found, file.parent)
 
 
 def template_of(folder: Path, *, now: datetime.datetime = NOW) -> ChatTemplate:
@@ -235,15 +439,40 @@ def template_of(folder: Path, *, now: datetime.datetime = NOW) -> ChatTemplate:
     return ChatTemplate(find_template(folder) or DEFAULT, special_tokens(folder), now=now)
 
 
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read the chat template {file}: {error}") from error
+
+
+def _with_default(found: Mapping[Any, Any], folder: Path) -> dict[str, str]:
+    named = {name: x for name, x in found.items() if isinstance(name, str) and isinstance(x, str)}
+    if "default" not in named:
+        raise ValueError(
+            f"{folder} has chat templates named {', '.join(map(repr, found))} and none named "
+            '"default"; give one as a file'
+        )
+    return named
+
+
+_REFUSES = "the chat template refuses"
+_OPTION = "--chat-template"
 _MARK = "_mark"
+# Variables that the instrumented template reads; no template has them by chance.
+_ENTER, _AT, _LEAVE = "zeroxla_enter_loop", "zeroxla_at_item", "zeroxla_leave_loop"
 
 
-def _generation(begin: str, end: str) -> Any:
-    """Return the extension of Jinja2 that puts marks around what `{% generation %}` encloses."""
-    import jinja2.ext
-    import jinja2.nodes
+def _environment(special: Mapping[str, str], now: datetime.datetime) -> Any:
+    """Return Jinja2's environment of templates, which keeps the origins of texts."""
+    with extra("text", "chat templates need"):
+        import jinja2.ext
+        import jinja2.nodes
+        import jinja2.sandbox
 
     class Generation(jinja2.ext.Extension):
+        """Traces what `{% generation %}` encloses."""
+
         tags = {"generation"}  # noqa: RUF012  (so Jinja2 declares it)
 
         def parse(self, parser: Any) -> Any:
@@ -253,14 +482,92 @@ def _generation(begin: str, end: str) -> Any:
             return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
 
         def _mark(self, caller: Any) -> str:
-            return f"{begin}{caller()}{end}"
+            text = caller()
+            return Traced(text, [*getattr(text, "spans", ()), (0, len(text), GENERATION)])
 
-    return Generation
+    class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+        concat = staticmethod(concat)  # of what a template, a block or a macro writes
+
+        def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+            text = getattr(function, "__self__", None)
+            if isinstance(text, str) and getattr(function, "__name__", "") == "join":
+                function = Traced(text, getattr(text, "spans", ())).join  # of a literal, too
+            return super().call(context, function, *args, **kwargs)
+
+    environment = Environment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.loopcontrols", Generation],
+    )
+    join = environment.filters["join"]
+
+    @functools.wraps(join)
+    def traced_join(context: Any, value: Any, d: str = "", attribute: Any = None) -> str:
+        return join(context, value, Traced(d), attribute)
+
+    environment.filters |= {"tojson": _tojson, "join": traced_join}
+    environment.globals |= {
+        "raise_exception": _raise,
+        "strftime_now": now.strftime,
+        "eos_token": "",
+        **special,
+        BEGIN: traced(special.get(BEGIN, ""), Field(None, BEGIN)),
+    }
+    return environment
+
+
+def _with_loops(node: Any) -> Any:
+    """Return a template's tree that writes, as places without characters, where it enters a loop,
+    is at an item and leaves the loop; and in which `~` keeps the origins of texts, as `+` does."""
+    from jinja2 import nodes
+
+    def output(value: Any, line: int) -> Any:
+        return nodes.Output([value]).set_lineno(line)
+
+    def statements(child: Any) -> Iterator[Any]:
+        child = _with_loops(child)
+        if not isinstance(child, nodes.For):
+            yield child
+            return
+        line = child.lineno
+        if isinstance(child.target, nodes.Name):
+            item = nodes.Name(child.target.name, "load")
+            at = nodes.Call(nodes.Name(_AT, "load"), [item], [], None, None)
+            child.body.insert(0, output(at, line))
+        yield output(nodes.Name(_ENTER, "load"), line)
+        yield child
+        yield output(nodes.Name(_LEAVE, "load"), line)
+
+    for name, value in node.iter_fields():
+        if isinstance(value, list):
+            children = [statements(x) if isinstance(x, nodes.Node) else (x,) for x in value]
+            setattr(node, name, list(itertools.chain.from_iterable(children)))
+        elif isinstance(value, nodes.Node):
+            setattr(node, name, _with_loops(value))
+    if isinstance(node, nodes.Concat):
+        texts = [nodes.Filter(x, "string", [], [], None, None) for x in node.nodes]
+        return functools.reduce(nodes.Add, texts).set_lineno(node.lineno)
+    return node
+
+
+def _names(tree: Any) -> set[str]:
+    """Return the names and the words that a template has: it reads no others."""
+    from jinja2 import nodes
+
+    words = {x.attr for x in tree.find_all(nodes.Getattr)}
+    return words | {x.value for x in tree.find_all(nodes.Const) if isinstance(x.value, str)}
+
+
+def _place(event: str) -> str:
+    return Traced("", [(0, 0, Loop(event))])
 
 
 def _tojson(value: Any, indent: int | None = None, **options: Any) -> str:
-    """Return JSON as it is, without the escapes that web pages need."""
-    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+    """Return JSON as it is, without the escapes that web pages need; all of it is of the origins
+    that strings in it have."""
+    text = json.dumps(value, ensure_ascii=False, indent=indent, **options)
+    found = dict.fromkeys(origins(value))
+    return Traced(text, [(0, len(text), x) for x in found]) if found else text
 
 
 def _raise(message: str) -> None:

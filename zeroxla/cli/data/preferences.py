@@ -73,7 +73,7 @@ class PreferenceEncoder:
         if np.array_equal(chosen.tokens_T[:size], rejected.tokens_T[:size]):
             return RowError(
                 f'the first {size} {unit}s of "chosen" and "rejected", with the prompt, are equal; '
-                "give a larger length"
+                "give a larger --length"
             )
         return TokenPreference(chosen, rejected)
 

@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 
 from zeroxla.cli.data.bad_rows import RowError
-from zeroxla.cli.data.chat_template import ChatTemplate, Rendering
+from zeroxla.cli.data.chat_template import ChatTemplate
 from zeroxla.cli.data.row_kinds import Conversation, Pair, Preference, TrainingRow
 from zeroxla.cli.data.vocabulary import Spans, Vocabulary
 
@@ -65,7 +65,7 @@ class RowEncoder:
     """Turns rows into tokens.
 
     A conversation becomes the text of the chat template. A token counts if any of its characters
-    belongs to a turn of the assistant, after the messages that are only given. The prompt and the
+    belongs to a turn of the assistant that is learned. The prompt and the
     response of a pair become tokens apart, so that the prompt's are those that generation will see;
     the response's count. All tokens of a document count. Pairs and documents begin and end with the
     tokens that begin and end a document in this vocabulary, and the one at the end counts.
@@ -92,12 +92,13 @@ class RowEncoder:
             if isinstance(row, Conversation):
                 assert self.template is not None, "there are conversations, and no chat template"
                 try:
-                    rendering = self.template.render(row.messages, tools=row.tools)
-                    learned = _after_given(self.template, row, rendering)
+                    text, learned = self.template.render(
+                        row.messages, tools=row.tools, num_given=row.num_given
+                    )
                 except RowError as error:
                     found[i] = error
                     continue
-                texts.append(rendering.text)
+                texts.append(text)
                 places.append((i, learned))
             elif isinstance(row, Preference):
                 found[i] = RowError("changed since it was first read: it is a preference")
@@ -144,21 +145,6 @@ class RowEncoder:
                 "to learn; give a larger length"
             )
         return RowError(f"none of its {len(row.tokens_T)} {self.vocabulary.unit}s is to be learned")
-
-
-def _after_given(
-    template: ChatTemplate, row: Conversation, rendering: Rendering
-) -> list[tuple[int, int]]:
-    """Return the turns of a rendered conversation that come after the messages that are given."""
-    if not row.num_given:
-        return rendering.spans
-    given = template.prompt(row.messages[: row.num_given], tools=row.tools)
-    if not rendering.text.startswith(given):
-        raise RowError(
-            "the chat template writes the messages before the answer otherwise in the whole "
-            "conversation, so that the answer cannot be found; give another template"
-        )
-    return [(first, end) for first, end in rendering.spans if end > len(given)]
 
 
 def _conversation(encoded: Spans, spans: Sequence[tuple[int, int]]) -> TokenRow:

@@ -10,7 +10,8 @@ A row is a JSON object. Its keys say what it is:
     {"text": "..."}                                                a document
 
 If a row has the keys of several kinds, the first of them in this order counts. Other keys are
-ignored, and a key whose value is null counts as absent.
+ignored, and a key whose value is null counts as absent. What says that an answer is not to be
+learned is never ignored: a message's "weight" of 0 is followed, a row's is refused, as "label" is.
 """
 
 from __future__ import annotations
@@ -24,14 +25,21 @@ from typing import Any, TypeAlias
 from zeroxla.cli.data.bad_rows import RowError
 from zeroxla.cli.data.foreign_rows import known_form
 from zeroxla.cli.data.row_values import (
+    is_learned,
     json_type,
     messages_of,
     read_object,
     text_of,
+    text_of_content,
     tools_of,
 )
 
-KEYS = ("chosen", "rejected", "messages", "tools", "prompt", "response", "completion", "text")
+LABELS = ("label", "kto_tag")
+"""Keys of rows that say whether the answer is a good one, as files for KTO have them."""
+KEYS = (
+    *("chosen", "rejected", "messages", "tools", "prompt", "response", "completion", "text"),
+    *("weight", *LABELS),
+)
 """The keys that are read."""
 
 Messages: TypeAlias = tuple[dict[str, Any], ...]
@@ -39,7 +47,7 @@ Messages: TypeAlias = tuple[dict[str, Any], ...]
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages in turn. The model learns the messages of the assistant.
+    """Messages in turn. The model learns the messages of the assistant whose weight is not 0.
 
     Attributes:
       messages: objects with "role", "content", and whatever else the chat template reads.
@@ -109,15 +117,22 @@ def row_of(value: Mapping[str, Any]) -> TrainingRow:
     if "chosen" in value and "rejected" in value:
         return _preference(value)
     if "messages" in value:
+        _check_all_is_learned(value)
         conversation = conversation_of(value)
-        if not any(message["role"] == "assistant" for message in conversation.messages):
+        if not (answers := [x for x in conversation.messages if x["role"] == "assistant"]):
             roles = ", ".join(dict.fromkeys(x["role"] for x in conversation.messages))
             raise RowError(
                 f"no message is of the assistant, so there is nothing to learn (of: {roles})"
             )
+        if not any(map(is_learned, answers)):
+            raise RowError(
+                "no message of the assistant is to be learned: each has a weight of 0; leave the "
+                "row out"
+            )
         return conversation
     answers = [key for key in ("response", "completion") if key in value]
     if "prompt" in value and answers:
+        _check_all_is_learned(value)
         return Pair(text_of(value, "prompt", may_be_empty=True), text_of(value, answers[0]))
     if "text" in value:
         return Document(text_of(value, "text"))
@@ -131,6 +146,25 @@ def row_of(value: Mapping[str, Any]) -> TrainingRow:
         'the row has none of "messages", "prompt" with "response", "text", and "chosen" with '
         f'"rejected"; its keys: {keys}'
     )
+
+
+def _check_all_is_learned(value: Mapping[str, Any]) -> None:
+    """Check that an object does not say of its answer that it is a bad one.
+
+    Raises:
+      RowError: it does, or has a key that says it of other rows.
+    """
+    for key in LABELS:
+        label = value.get(key)
+        if isinstance(label, bool | int) or str(label).lower() in ("true", "false"):
+            raise RowError(
+                f'the row has "{key}": {json.dumps(label)}, which says whether its answer is good '
+                "(KTO's format). Training on such rows is not supported: keep the good ones "
+                f'without "{key}", or make pairs with "chosen" and "rejected". Leave "{key}" out '
+                "if it says something else"
+            )
+    if value.get("weight") == 0:
+        raise RowError('the row has "weight": 0, so nothing of it is to be learned; leave it out')
 
 
 def conversation_of(value: Mapping[str, Any]) -> Conversation:
@@ -235,7 +269,9 @@ def _given_and_answers(value: Mapping[str, Any]) -> tuple[Messages, tuple[Messag
             f'the first {number} messages of "chosen" and "rejected" are equal, and then they do '
             "not both go on with a message of the assistant"
         )
-    if "prompt" in value and text_of(value, "prompt") not in (x["content"] for x in given):
+    if "prompt" in value and text_of(value, "prompt") not in (
+        text_of_content(x["content"]) for x in given
+    ):
         raise RowError(
             '"prompt" is a string that no message before the answers has as its content; leave it '
             "out, or give messages"

@@ -8,6 +8,14 @@ from typing import Any
 
 from zeroxla.cli.data.bad_rows import RowError
 
+THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thoughts", "thought")
+"""Keys under which messages have thoughts."""
+CALLS = ("tool_calls", "function_call")
+"""Keys under which messages have calls of tools."""
+WEIGHTS = ("weight", "train", "training")
+"""Keys of a message that say whether it is learned: OpenAI's "weight", 0 or 1, and the booleans of
+other formats."""
+
 
 def read_object(line: bytes) -> dict[str, Any]:
     """Return the object that a line of JSON holds, without keys whose value is null.
@@ -70,6 +78,7 @@ def text_of(value: Mapping[str, Any], key: str, *, may_be_empty: bool = False) -
 
 def messages_of(value: Mapping[str, Any], key: str) -> tuple[dict[str, Any], ...]:
     """Return the messages that an object has under a key, each with the keys "role" and "content".
+    A content is text, or an array of parts with text.
 
     Raises:
       RowError: they are no messages, or there are none.
@@ -85,11 +94,34 @@ def messages_of(value: Mapping[str, Any], key: str) -> tuple[dict[str, Any], ...
         message = {key: x for key, x in message.items() if x is not None}
         if not isinstance(message.get("role"), str):
             raise RowError(f'{where} {i} has no "role" that is a string')
-        calls = "tool_calls" in message
-        if not isinstance(message.get("content", "" if calls else None), str):
-            raise RowError(f'{where} {i} of the {message["role"]} has no "content" that is text')
+        named = f"{where} {i} of the {message['role']}"
+        has_others = any(key in message for key in (*CALLS, *THOUGHTS))
+        content = message.get("content", "" if has_others else None)
+        if not isinstance(content, str | list):
+            raise RowError(f'{named} has no "content" that is text')
+        for part in content if isinstance(content, list) else ():
+            if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+                kind = part.get("type") if isinstance(part, dict) else json_type(part)
+                raise RowError(
+                    f'{named} has no "content" that is text: a part of it is {kind!r}; leave it out'
+                )
+        for key in WEIGHTS:
+            if message.get(key, 1) not in (0, 1):
+                raise RowError(
+                    f'{named} has "{key}": {message[key]!r}; it must be 1, to be learned, or 0'
+                )
         messages.append({"content": "", **message})
     return tuple(messages)
+
+
+def is_learned(message: Mapping[str, Any]) -> bool:
+    """Return whether a message, if the assistant wrote it, is to be learned."""
+    return all(message.get(key, 1) for key in WEIGHTS)
+
+
+def text_of_content(content: Any) -> str:
+    """Return the text of a content: itself, or its parts together."""
+    return "".join(x["text"] for x in content) if isinstance(content, list) else content or ""
 
 
 def tools_of(value: Mapping[str, Any]) -> list[Any] | None:

@@ -23,7 +23,7 @@ import numpy as np
 
 from zeroxla.cli.data.file_kinds import SNIFFED_BYTES, binary_kind
 from zeroxla.cli.data.row_readers import form_of
-from zeroxla.models.folders import POINTER, download_text, pointer_text
+from zeroxla.models.folders import POINTER, pointer_text
 from zeroxla.program.extras import extra
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ SEPARATOR = 0
 VOCABULARY = 256
 # With at least so many files whole files are held out, with fewer the tail of each file.
 MIN_FILES_TO_HOLD_OUT = 20
-_DATASET = " --repo-type dataset"
 _SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules", "site-packages", "dist-packages"})
 
 
@@ -302,7 +301,6 @@ def _read_file(file: Path) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:
-        remedy = "correct the path, or leave it out"
-        if "/" in str(file) and not file.exists() and (text := download_text(file, _DATASET)):
-            remedy += f". {text[0].upper()}{text[1:]}"
-        raise ValueError(f"cannot read {file}: {error.strerror}; {remedy}") from error
+        raise ValueError(
+            f"cannot read {file}: {error.strerror}; correct the path, or leave it out"
+        ) from error

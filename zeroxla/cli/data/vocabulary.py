@@ -227,13 +227,14 @@ def special_tokens(folder: Path) -> dict[str, str]:
     return {n: x for n, x in texts.items() if n.endswith("_token") and isinstance(x, str)}
 
 
-def tokenizer_config(folder: Path) -> dict[str, Any]:
-    """Return the content of a folder's `tokenizer_config.json`; an empty dict without the file.
+def tokenizer_config(folder: Path, name: str = TOKENIZER_CONFIG) -> dict[str, Any]:
+    """Return the content of a folder's `tokenizer_config.json`, or of a file of another name beside
+    it; an empty dict without the file.
 
     Raises:
       ValueError: the file is no JSON object.
     """
-    file = folder / TOKENIZER_CONFIG
+    file = folder / name
     if not file.is_file():
         return {}
     try:

@@ -24,7 +24,8 @@ class ExplainOptions:
     batch: int | None = None
     """Sequences or images per step, over all devices and micro-batches. Default: the run's."""
     device: str = "h200"
-    """Kind of device. An unknown kind lists all kinds."""
+    """Kind of device; the default stands for CPUs in `zeroxla.explain`, too. An unknown kind lists
+    all kinds."""
     link: str = "100gbit"
     """Link between nodes: a rate that the devices of a node share, or the name of a link. An
     unknown name lists all names."""

@@ -72,11 +72,6 @@ def explained(options: ExplainOptions) -> Explanation:
       ValueError: as `run_explain`.
     """
     run = options.run.expanduser()
-    if not (run / "config.json").is_file():
-        raise ValueError(
-            f"{run} holds no run to explain (it has no config.json); name the folder of a run of "
-            "zeroxla train"
-        )
     found = read_config(run)
     command = found.get("command")
     if command != "train":

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from zeroxla.cli.config_file import with_config
 from zeroxla.cli.errors import UsageError
 from zeroxla.cli.generate.options import GenerateOptions
+from zeroxla.cli.inputs import check_generate
 from zeroxla.cli.launch.command import launch_again
 from zeroxla.cli.read_options import read_options
 
@@ -21,6 +22,10 @@ def run(arguments: Sequence[str]) -> int:
     arguments = with_config(arguments, GenerateOptions)
     options = read_options("generate", arguments, GenerateOptions)
     layout = options.layout
+    try:
+        check_generate(options)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
     if options.prompts.chat and (layout.nodes or 1) > 1:
         raise UsageError(
             f"--chat with --nodes {layout.nodes}: one process reads what you write; leave --nodes "

@@ -77,6 +77,9 @@ class WeightOptions:
     """Folder of an adapter in PEFT's format, whose base the model is."""
     step: int | None = None
     """Step of the checkpoint of a run. Default: the newest one that is not damaged."""
+    island_own: bool = False
+    """Take an island's own parameters. Default: those that all islands share, whose loss the run
+    reports."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,9 +12,11 @@ from typing import Any
 from zeroxla.checkpoint.weights.safetensors_reader import check_weights
 from zeroxla.cli.data.chat_template import DEFAULT, TEMPLATE, ChatTemplate, read_template
 from zeroxla.cli.data.vocabulary import Vocabulary
+from zeroxla.cli.inputs import check_source
 from zeroxla.cli.islands.folders import island_folders
 from zeroxla.cli.run_folder import CHECKPOINTS, CONFIG, METRICS, read_config
 from zeroxla.cli.stored_run import StoredRun
+from zeroxla.cli.train.chosen import folder_dtype
 from zeroxla.cli.train.model import MODEL, ModelChoice, choose, from_folder
 from zeroxla.models.folders import missing_model
 
@@ -46,6 +48,7 @@ class TextSource:
           ValueError: there is no model that generates text.
         """
         folder = folder.expanduser()
+        check_source(folder)
         if not (folder / CONFIG).is_file() and not island_folders(folder):
             raise ValueError(
                 f"{folder} holds no run to generate from (it has no config.json), and no model: "
@@ -74,9 +77,7 @@ class TextSource:
         """The dtype in which the model computes, if nobody says otherwise."""
         if self.run is not None:
             return self.run.compute_dtype
-        config = self.choice.config or {}
-        found = config.get("dtype") or config.get("torch_dtype") or "float32"
-        return found if found in ("float32", "bfloat16", "float16") else "float32"
+        return folder_dtype(self.choice.config or {})
 
     def generation_config(self) -> dict[str, Any]:
         """Return the contents of the model's generation_config.json; {} if there is none.

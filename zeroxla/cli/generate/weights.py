@@ -62,6 +62,11 @@ class Weights:
                 f"--step {options.step}: without effect, {source.folder} is no run with "
                 "checkpoints; leave it out"
             )
+        if options.island_own and source.run is None:
+            raise ValueError(
+                f"--island-own: without effect, {source.folder} is no run of an island; leave it "
+                "out"
+            )
         model = _wanted(source, options)
         try:
             step = _step(model, mesh, options.dtype or source.dtype)
@@ -89,7 +94,9 @@ class Weights:
         is_same = self.model is stored
         step = self.step if is_same else _step(stored, self.step.mesh, "float32")
         with Checkpointer(run.folder / CHECKPOINTS, keep=None, report=report) as checkpointer:
-            params = checkpointer.restore_params(step.shapes(), number=number).params
+            params = checkpointer.restore_params(
+                step.shapes(), number=number, island_own=self.options.island_own
+            ).params
         if adapter is not None:
             params = {BASE: params, LORA: read_adapter(self.model, adapter)}
         return self.step.init_from(params, key, donate=is_same)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from zeroxla.cli.errors import INTERRUPTED
 from zeroxla.cli.islands.events import in_words, is_rare
 from zeroxla.cli.islands.kept_coordinator import KeptCoordinator
 from zeroxla.cli.launch.options import LaunchOptions
@@ -32,7 +33,7 @@ def launch_islands(options: LaunchOptions, argv: Sequence[str]) -> int:
 
     Returns:
       The exit status: 0 if all islands have ended well. Otherwise the one of the first island that
-      has failed for good.
+      has failed for good; if none has, INTERRUPTED, as some were interrupted and have saved.
 
     Raises:
       ValueError: the program or an option cannot be used.
@@ -103,14 +104,15 @@ class _Launch:
                 errors.append(outcome)
                 outcome = Outcome(1, f"cannot be watched: {outcome}")
             self._ended[slot] = outcome
-            if outcome.status != 0:
+            if outcome.status not in (0, INTERRUPTED):
                 failed[slot] = outcome.status
+            if outcome.status != 0:
                 self._expect_fewer()
         if errors:
             raise errors[0]
         if failed and not self._signals.numbers:
             self._teller.failed(self._summary(failed))
-        return next(iter(failed.values()), 0)
+        return next(iter(failed.values()), max(x.status for x in self._ended.values()))
 
     def _watch(self, slot: int) -> None:
         """Run an island to its end; runs in a thread."""
@@ -140,6 +142,10 @@ class _Launch:
     def _summary(self, failed: dict[int, int]) -> str:
         """Return a sentence about the islands that have failed for good."""
         each = ", ".join(f"island {slot} (status {failed[slot]})" for slot in sorted(failed))
-        well = sorted(self._ended.keys() - failed.keys())
-        others = f"; ended well: {', '.join(map(str, well))}" if well else ""
+        ended = {slot: x.status for slot, x in sorted(self._ended.items()) if slot not in failed}
+        others = "".join(
+            f"; {how}: {', '.join(slots)}"
+            for how, status in (("ended well", 0), ("interrupted and saved", INTERRUPTED))
+            if (slots := [str(slot) for slot, found in ended.items() if found == status])
+        )
         return f"failed for good: {each}{others}"

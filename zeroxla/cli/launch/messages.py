@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 
-from zeroxla.cli.launch.process import Process
+from zeroxla.cli.launch.process import ERROR, Process
 from zeroxla.mesh.processes.environment import HEARTBEAT
 
 # JAX prints this in processes that it ends because others are silent. Their numbers follow.
@@ -31,7 +31,8 @@ def failed(first: Process, processes: Sequence[Process], after: float) -> str:
         if first.code == -signal.SIGABRT and first.notices and len(facts) == 1:
             # Nothing else says why.
             facts.append(f"JAX said in it:\n{_indented(first.notices)}\n")
-        facts.append(_lines_of(first))
+        if not (first.code == 2 and first.last_lines[-1:] and is_error(first.last_lines[-1])):
+            facts.append(_lines_of(first))  # or it stands above, and nothing came after it
     return " ".join(facts)
 
 
@@ -70,6 +71,11 @@ def behind(
         f"one for {waited:.0f} s (--heartbeat {heartbeat:g}), {after:.0f} s after the start."
     )
     return " ".join([*facts, _lines_of(last)])
+
+
+def is_error(line: str) -> bool:
+    """Return whether a command has refused its options or its input with a line."""
+    return line.startswith(ERROR)
 
 
 def _name(process: Process) -> str:

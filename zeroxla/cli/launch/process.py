@@ -13,19 +13,23 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import IO, Any
 
+from zeroxla.cli.errors import INTERRUPTED
 from zeroxla.cli.launch.child import MARK
 from zeroxla.cli.launch.notices import NoticeFilter, is_frame
 from zeroxla.cli.launch.ranks import Rank
 from zeroxla.mesh.processes import progress
 
 LAST_LINES = 20
+ERROR = "error: "
+"""The beginning of the line with which a command refuses its options or its input."""
 _printing = threading.Lock()
 
 
 class Process:
     """Starts a rank, and passes its output on; each line begins with the rank's label.
 
-    Times are `time.monotonic()`.
+    Times are `time.monotonic()`. All processes of an attempt share `errors`, the lines with which
+    they have refused their options: each is passed on once.
 
     Attributes:
       rank: the rank that was started.
@@ -44,9 +48,13 @@ class Process:
     """
 
     def __init__(
-        self, rank: Rank, order: Mapping[str, Any], changed: Callable[[Process], None]
+        self,
+        rank: Rank,
+        order: Mapping[str, Any],
+        changed: Callable[[Process], None],
+        errors: set[str],
     ) -> None:
-        self.rank, self._changed = rank, changed
+        self.rank, self._changed, self._errors = rank, changed, errors
         self.pid: int | None = None
         self.code: int | None = None
         self.error: str | None = None
@@ -79,6 +87,11 @@ class Process:
     def has_ended(self) -> bool:
         """Whether it has ended, was never started, or is out of reach."""
         return self.code is not None or self.error is not None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it has ended otherwise than well, or interrupted and saved (INTERRUPTED)."""
+        return self.has_ended and self.failed_at is not None
 
     @property
     def last_lines(self) -> list[str]:
@@ -133,6 +146,10 @@ class Process:
                 return
             self._last.append(line)
             with _printing:
+                if line.startswith(ERROR):
+                    if line in self._errors:  # another process has said it
+                        return
+                    self._errors.add(line)
                 out.write(f"[{self.rank.label}] {line}\n")
                 out.flush()
 
@@ -146,7 +163,7 @@ class Process:
             case {"stopped": stopped}:
                 self.stopped_at = time.monotonic() if stopped else None
             case {"exit": code}:
-                if code != 0:
+                if code not in (0, INTERRUPTED):
                     self._note_failure()
                 self.code = code
             case {"error": error}:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 import secrets
 import shlex
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from zeroxla.cli.launch import child
 from zeroxla.cli.launch.hostfile import Host, read_hostfile
@@ -28,6 +26,7 @@ from zeroxla.mesh.processes.environment import (
     STARTED,
     TOKEN,
 )
+from zeroxla.program.hosts import visible_gpus
 
 DEFAULT_PORT = 29400
 _SIMULATED = 8
@@ -108,7 +107,7 @@ def _local(options: ProcessOptions, restart: int, share: Share) -> list[Rank]:
     if options.port is not None and restart == 0:
         check_free(port)
     command = (sys.executable, child.__file__)
-    gpus, every = _visible_gpus(), nodes * share.count
+    gpus, every = visible_gpus(), nodes * share.count
     size = options.devices_per_node or len(gpus) // every
     if gpus and not 0 < size * every <= len(gpus):
         islands = f"{share.count} islands of " if share.count > 1 else ""
@@ -168,15 +167,6 @@ def _told(
         "NPROC": os.environ.get("NPROC", str(pool_threads(devices))),
         "PYTHONUNBUFFERED": "1",
     }
-
-
-def _visible_gpus() -> list[str]:
-    """Return the numbers or names of the GPUs of this machine that may be used."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return [gpu for gpu in visible.split(",") if gpu]
-    found = (re.fullmatch(r"nvidia(\d+)", path.name) for path in Path("/dev").glob("nvidia*"))
-    return sorted((gpu[1] for gpu in found if gpu), key=int)
 
 
 def check_free(port: int) -> None:

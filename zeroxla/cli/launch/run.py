@@ -49,7 +49,8 @@ def launch(
       share: what the processes get besides.
 
     Returns:
-      The exit status: 0 if all processes ended well in one attempt. Otherwise the status of the
+      The exit status: 0 if all processes ended well in one attempt; INTERRUPTED (75) if they were
+      interrupted and have saved, which is no failure. Otherwise the status of the
       process that failed first in the last attempt, or 128 + the signal that ended it.
 
     Raises:

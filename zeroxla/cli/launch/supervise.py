@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from zeroxla.cli.errors import INTERRUPTED
 from zeroxla.cli.launch import messages
 from zeroxla.cli.launch.process import Process
 from zeroxla.cli.launch.ranks import Rank
@@ -31,9 +32,10 @@ class Outcome:
     """How an attempt ended.
 
     Attributes:
-      status: the exit status for a shell; 0 if all ended well.
-      message: a description of the failure; "" if all ended well.
-      interrupted: whether a signal asked for the end.
+      status: the exit status for a shell; 0 if all ended well, INTERRUPTED if processes say that
+        they were interrupted and have saved.
+      message: a description of the failure; "" if there is none.
+      interrupted: whether a signal asked for the end, of all or of a process.
     """
 
     status: int
@@ -64,7 +66,8 @@ def supervise(
     changed: queue.SimpleQueue[Process | None] = queue.SimpleQueue()
     signals.wake(changed)
     began = time.monotonic()
-    processes = [Process(rank, order, changed.put) for rank in ranks]
+    errors: set[str] = set()
+    processes = [Process(rank, order, changed.put, errors) for rank in ranks]
     try:
         return _watch(processes, changed, signals.numbers, began, deadline, heartbeat, grace)
     finally:
@@ -95,7 +98,7 @@ def _watch(
                 return Outcome(128 + signals[0], "stopped before all had ended", interrupted=True)
             continue
         for process in processes:
-            if process.error is not None or process.code not in (None, 0):
+            if process.has_failed:
                 return _failed(processes, began)
             if deadline and not process.has_ended and now - process.heard_at > deadline:
                 running = [p for p in processes if not p.has_ended]
@@ -106,9 +109,10 @@ def _watch(
             if waited > max(heartbeat, _USUAL * process.longest) + _BY_ITSELF:
                 text = messages.behind(process, processes, waited, heartbeat, now - began)
                 return _end_all(processes, text)
-    if any(p.code != 0 for p in processes):
+    if any(p.has_failed for p in processes):
         return _failed(processes, began, interrupted=bool(signals))
-    return Outcome(0, interrupted=bool(signals))
+    status = max(p.code or 0 for p in processes)
+    return Outcome(status, interrupted=bool(signals) or status == INTERRUPTED)
 
 
 def _failed(processes: Sequence[Process], began: float, interrupted: bool = False) -> Outcome:

@@ -219,7 +219,7 @@ def _optimizer(options: PlanOptions, config: ZeroConfig) -> Any:
     """Return the optimizer, whose rates a plan does not need."""
     if config.optimizer is None or options.training.optimizer is not None:
         return options.training.make(3e-4)
-    options.training.check_own(())
+    options.training.check_own(type(options.training)())
     return config.optimizer
 
 

@@ -15,6 +15,7 @@ from zeroxla.mesh.processes.environment import ISLANDS
 
 FREE = frozenset(
     {"run", "resume", "steps", "save_every", "keep", "samples", "tensor", "max_skipped"}
+    | {"log_every"}
     | {"zero", "accumulate", "track", "profile"}
     | {f.name for group in WORKING for f in dataclasses.fields(group)}
 )

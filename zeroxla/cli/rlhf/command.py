@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from zeroxla.cli.config_file import with_config
 from zeroxla.cli.continued_run import continued
 from zeroxla.cli.errors import UsageError
+from zeroxla.cli.inputs import check_rlhf
 from zeroxla.cli.launch.command import launch_again
 from zeroxla.cli.read_options import read_options
 from zeroxla.cli.rlhf.checks import FREE, check_alone, check_given
@@ -26,6 +27,8 @@ def run(arguments: Sequence[str]) -> int:
     options = continued("rlhf", arguments, options, FREE)
     try:
         check_given(arguments, options)
+        check_rlhf(options)
+        options.as_storage().with_adapters(None)  # values that it refuses are refused here, too
     except ValueError as error:
         raise UsageError(str(error)) from error
     status = launch_again(

@@ -60,6 +60,8 @@ class RlhfJob(Job[RlhfOptions, RlhfOutput]):
         super().__init__(options, mesh, output)
         self.settings = options.settings
         self.start = Start.of(options, mesh, self.path if options.output.resume else None)
+        self.options = options = self.start.rlhf
+        self.chosen = self.start.chosen
         self.prompts = self.start.prompts(options)
         vocabulary = self.start.choice.vocabulary
         self.reward = TextReward(function=REWARDS[options.task.reward], decode=vocabulary.decode)
@@ -79,10 +81,10 @@ class RlhfJob(Job[RlhfOptions, RlhfOutput]):
         learning, config = self.options.learning, self.start.config
         optimizer = critic_optimizer = config.optimizer
         if optimizer is None or learning.optimizer is not None:
+            assert learning.learning_rate is not None
+            assert learning.critic_learning_rate is not None  # `settled_rlhf` has chosen them
             optimizer = learning.make(learning.learning_rate)
             critic_optimizer = learning.make(learning.critic_learning_rate)
-        else:
-            learning.check_own(("learning_rate", "critic_learning_rate"))
         return make_loop(
             self.start.choice.model,
             self.start.mesh,
@@ -140,10 +142,10 @@ class RlhfJob(Job[RlhfOptions, RlhfOutput]):
         source = source_of(self.options)
         if source is None:
             total = self.start.options.training.steps
-            with self.output.progress(total, 0, "learning text") as bar:
+            with self.output.progress(total, 0, "learning text", unit="text step") as bar:
 
                 def done(number: int, loss: float) -> None:
-                    bar.update(bar.task_ids[0], completed=number, status=f"loss {loss:.3f}")
+                    bar.update(number, f"loss {loss:.3f}")
 
                 start = self.start.learned(done)
         else:
@@ -172,7 +174,7 @@ class RlhfJob(Job[RlhfOptions, RlhfOutput]):
             self.log(self.done, metrics)
             shown = ", ".join(f"{name} {metrics[name]:.3f}" for name in SHOWN)
             seconds = sum(value for name, value in metrics.items() if name.endswith("_s"))
-            self.show_progress(self.done, f"{shown}, {seconds:.1f} s")
+            self.bar.update(self.done, f"{shown}, {seconds:.1f} s")
             self.watch(metrics)
             if self.is_due(self.options.output.save_every) and self.may_save():
                 self.save()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from zeroxla.cli.adapter_options import AdapterOptions
 from zeroxla.cli.mesh_options import MeshOptions, PipelineOptions
 from zeroxla.cli.offload_options import OffloadOptions
 from zeroxla.cli.optimizer_options import OptimizerOptions
-from zeroxla.cli.option_groups import LARGEST, JobOptions, check_seed, flag
+from zeroxla.cli.option_groups import LARGEST, JobOptions, Resume, check_seed, flag
 from zeroxla.cli.tracking.options import TrackingOptions
 from zeroxla.cli.train.options import ModelOptions, TextOptions, TrainingOptions, TrainOptions
 from zeroxla.cli.zero_options import (
@@ -21,8 +21,10 @@ from zeroxla.cli.zero_options import (
     ZeroOptions,
     check_offload,
 )
-from zeroxla.rlhf.make import Storage
 from zeroxla.rlhf.settings import Settings
+
+if TYPE_CHECKING:
+    from zeroxla.rlhf.make import Storage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,11 +88,14 @@ class LearningOptions(OptimizerOptions):
     minibatch: int = 32
     """Responses per optimizer step."""
     epochs: int = 2
-    """Number of times that each response is trained on."""
-    learning_rate: float = 1e-3
-    """Learning rate of the actor."""
-    critic_learning_rate: float = 3e-3
-    """Learning rate of ppo's critic."""
+    """Number of times that each response is trained on. The library's default is 1; here responses
+    are few, and to generate them takes most of the time."""
+    learning_rate: float | None = None
+    """Learning rate of the actor. Default: 0.001 for a model that began anew; for one that began
+    from a folder 1e-6, and with adapters 1e-5."""
+    critic_learning_rate: float | None = None
+    """Learning rate of ppo's critic. Default: 0.003 beside an actor that began anew, and otherwise
+    1e-5."""
     kl: float | None = None
     """Penalty per nat of divergence from the reference. Default: 0.05 with grpo, 0.003 with ppo."""
     ratio_clip: float = 0.2
@@ -118,12 +123,15 @@ class RlhfRunOptions:
 
     run: Path | None = None
     """Run folder. Default: a new one under runs/; with --resume, the newest one there."""
-    resume: bool = False
-    """Continue the run in the run folder from its newest checkpoint, with its own options."""
+    resume: Resume = False
+    """Continue the run in the run folder from its newest checkpoint, with its own options. auto:
+    begin one if the folder of --run holds none; the command may be started again and again."""
     save_every: int = 20
     """Iterations between checkpoints. There is always one at the end and on Ctrl-C."""
-    keep: int = 2
+    keep: int = 3
     """Number of checkpoints to keep."""
+    log_every: int = 1
+    """Iterations between the lines that tell of the training where the output is no terminal."""
     samples: int = 4
     """Number of responses that are printed and written as text, before and after training; 0 for
     none."""
@@ -158,13 +166,24 @@ class RlhfOptions(JobOptions):
             {
                 "start.pretrain_steps": 1,
                 "start.length": 2,
+                "start.layers": 1,
+                "start.width": 1,
+                "start.heads": 1,
                 "task.prompt_length": 2,
+                "task.new_tokens": 1,
+                "task.rows": 1,
+                "task.group_size": 1,
+                "learning.minibatch": 1,
+                "learning.epochs": 1,
+                "mesh.nodes": 1,
+                "mesh.devices_per_node": 1,
                 "learning.steps": 1,
                 "learning.max_skipped": 0,
                 "engine.tensor": 1,
                 "pipeline.pipe": 1,
                 "output.save_every": 1,
                 "output.keep": 1,
+                "output.log_every": 1,
                 "output.samples": 0,
                 **LEAST,
             }
@@ -174,15 +193,14 @@ class RlhfOptions(JobOptions):
         check_offload(self, self.pipeline.pipe)
         for name in ("learning_rate", "critic_learning_rate"):
             rate = getattr(self.learning, name)
-            if not 0 < rate <= LARGEST:
+            if rate is not None and not 0 < rate <= LARGEST:
                 raise ValueError(f"{flag(name)} {rate} must be above 0, and finite in float32")
         if self.task.reward == "brief" and self.task.eos is None:
             raise ValueError(
                 "--reward brief: without an end token all responses are equally long; give --eos, "
                 "such as 10 for the end of a line"
             )
-        # Values that these refuse are refused here, too.
-        _ = self.settings, self.as_train(), self.as_storage().with_adapters(None)
+        _ = self.settings, self.as_train()  # values that these refuse are refused here, too
 
     @property
     def settings(self) -> Settings:
@@ -205,6 +223,8 @@ class RlhfOptions(JobOptions):
 
     def as_storage(self) -> Storage:
         """Return the storage of actor and reference."""
+        from zeroxla.rlhf.make import Storage  # here, because --help need not wait for JAX
+
         own = self.storage
         targets = {} if own.lora_targets is None else {"targets": own.lora_targets}
         return Storage(

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from zeroxla.inspect.pictures.figures import COLORS, INK, new_figure, quiet
 from zeroxla.rlhf.loop import PHASES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-# Okabe and Ito's colours, which colour-blind people can tell apart.
-COLORS = {"generate": "#0072B2", "score": "#E69F00", "train": "#009E73"}
 
 
 def plot_run(lines: Sequence[dict[str, Any]], *, reward: str) -> Figure:
@@ -21,9 +19,7 @@ def plot_run(lines: Sequence[dict[str, Any]], *, reward: str) -> Figure:
       lines: the lines of metrics.jsonl.
       reward: the name of the reward.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 8), layout="constrained")
+    figure = new_figure(width=8, height=8)
     above, middle, below = figure.subplots(3, 1, sharex=True)
     lines = [line for line in lines if line.get("reward") is not None]
     steps = [line["step"] for line in lines]
@@ -31,20 +27,27 @@ def plot_run(lines: Sequence[dict[str, Any]], *, reward: str) -> Figure:
     around = [line["reward_std"] for line in lines]
     low = [x - d for x, d in zip(rewards, around)]
     high = [x + d for x, d in zip(rewards, around)]
-    above.fill_between(steps, low, high, alpha=0.2, linewidth=0, label="standard deviation")
-    above.plot(steps, rewards, label="mean of the responses")
-    above.set_ylabel(f"reward: {reward}")
-    above.legend()
-    middle.plot(steps, [line["kl"] for line in lines])
-    middle.set_ylabel("divergence from the\nreference, nats per token")
+    color = COLORS[0]
+    above.fill_between(
+        steps, low, high, color=color, alpha=0.2, linewidth=0, label="standard deviation"
+    )
+    above.plot(steps, rewards, color=color, label="mean of the responses")
+    middle.plot(steps, [line["kl"] for line in lines], color=color)
     # The first iteration compiles: its seconds would hide all others.
     timed = lines[1:] or lines
     seconds = [[line[f"{phase}_s"] for line in timed] for phase in PHASES]
-    colors = [COLORS[phase] for phase in PHASES]
-    below.stackplot([line["step"] for line in timed], seconds, labels=PHASES, colors=colors)
-    below.set_ylabel("seconds")
-    below.set_xlabel("iteration")
-    below.legend()
-    for axes in (above, middle, below):
-        axes.grid(alpha=0.3)
+    steps = [line["step"] for line in timed]
+    below.stackplot(steps, seconds, labels=PHASES, colors=COLORS[: len(PHASES)])
+    below.set_xlabel("iteration", fontsize=9, color=INK)
+    titles = {
+        above: f"Reward: {reward}",
+        middle: "Divergence from the reference, nats per token",
+        below: "Seconds by phase",
+    }
+    for axes, title in titles.items():
+        axes.set_title(title, fontsize=10, color=INK, loc="left")
+        axes.tick_params(labelsize=9)
+        quiet(axes)
+    for axes in (above, below):
+        axes.legend(frameon=False, fontsize=9)
     return figure

@@ -24,9 +24,10 @@ from zeroxla.cli.mesh_options import PipelineOptions
 from zeroxla.cli.rlhf.options import RlhfOptions
 from zeroxla.cli.run_folder import CHECKPOINTS, check_command, has_checkpoint, read_config
 from zeroxla.cli.run_sections import stored_options
+from zeroxla.cli.train.chosen import Setting, settled_rlhf
 from zeroxla.cli.train.model import MODEL, ModelChoice, choose, with_plan
 from zeroxla.cli.train.options import TrainOptions
-from zeroxla.cli.train.setup import USUAL, optimizer_for, schedule_for
+from zeroxla.cli.train.setup import optimizer_for, schedule_for
 from zeroxla.cli.zero_options import zero_config
 from zeroxla.config.zero_config import ZeroConfig
 from zeroxla.mesh.batches import process_shard
@@ -52,6 +53,8 @@ class Start:
       step: a step of the model without an optimizer.
       batch: the shapes of the batch that the step has seen.
       stages: the options of a pipeline.
+      rlhf: the run's options, in which what was left open is chosen.
+      chosen: what was chosen, and why.
     """
 
     options: TrainOptions
@@ -62,6 +65,8 @@ class Start:
     step: Step
     batch: Any
     stages: PipelineOptions
+    rlhf: RlhfOptions
+    chosen: list[Setting]
 
     @staticmethod
     def of(options: RlhfOptions, mesh: Mesh, run: Path | None) -> Start:
@@ -79,7 +84,8 @@ class Start:
         choice = choose(before, folder)
         text = before.text
         corpus = choice.vocabulary.corpus(data.load_corpus(text.data, holdout=text.holdout))
-        config = zero_config(options, USUAL, deepspeed=kept_deepspeed(options.zero, run))
+        options, chosen = settled_rlhf(options, before, choice.config, run)
+        config = zero_config(options, {}, deepspeed=kept_deepspeed(options.zero, run))
         without = dataclasses.replace(config, optimizer=None)
         stages = options.pipeline
         model = staged(choice.model, stages)
@@ -95,6 +101,8 @@ class Start:
             step=step,
             batch=batch,
             stages=stages,
+            rlhf=options,
+            chosen=chosen,
         )
 
     def restored(self, folder: Path, report: Callable[[str], None]) -> TrainState:

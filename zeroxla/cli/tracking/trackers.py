@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from zeroxla.cli.named_object import named_object
+from zeroxla.cli.named_object import check_object, named_object
 from zeroxla.cli.tracking.tracker import TrackedRun, Tracker
-from zeroxla.program.extras import extra
+from zeroxla.program.extras import check_package
 
 KNOWN = {
-    "tensorboard": ("zeroxla.cli.tracking.tensorboard:TensorBoardEvents", "cli"),
-    "wandb": ("zeroxla.cli.tracking.weights_and_biases:WeightsAndBiases", "wandb"),
-    "aim": ("zeroxla.cli.tracking.aim_repository:AimRepository", "aim"),
+    "tensorboard": ("zeroxla.cli.tracking.tensorboard:TensorBoardEvents", "cli", "tensorboardX"),
+    "wandb": ("zeroxla.cli.tracking.weights_and_biases:WeightsAndBiases", "wandb", "wandb"),
+    "aim": ("zeroxla.cli.tracking.aim_repository:AimRepository", "aim", "aim"),
 }
-"""The trackers that have names: their classes, and the extras that install their packages."""
+"""The trackers that have names: their classes, the extras that install them, and their packages."""
 
 
 class Trackers:
@@ -81,19 +81,30 @@ class Trackers:
                 )
 
 
-def _make(name: str) -> Tracker:
+def check_tracker(name: str) -> None:
+    """Check that a name of `--track` stands for something, without importing it.
+
+    Raises:
+      ValueError: it stands for nothing.
+      MissingExtraError: the tracker's package is not installed.
+    """
     if name not in KNOWN and ":" not in name:
         raise ValueError(
             f"--track {name!r} is no tracker; give {', '.join(KNOWN)}, or MODULE:CLASS for a class "
             "of your own"
         )
+    if name not in KNOWN:
+        check_object(name, "--track")
+        return
+    _, package, module = KNOWN[name]
+    limits = " (on Python 3.12 or less: Aim is not made for later ones)" if name == "aim" else ""
+    check_package(module, package, f"--track {name} needs", limits)
+
+
+def _make(name: str) -> Tracker:
+    check_tracker(name)
     if name in KNOWN:
-        place, package = KNOWN[name]
-        limits = (
-            " (on Python 3.12 or less: Aim is not made for later ones)" if name == "aim" else ""
-        )
-        with extra(package, f"--track {name} needs", limits):
-            return named_object(place, "--track")()
+        return named_object(KNOWN[name][0], "--track")()
     kind = named_object(name, "--track")
     lacking = [method for method in ("begin", "log", "end") if not hasattr(kind, method)]
     if lacking:

@@ -27,7 +27,7 @@ WORKING = (
 # learning rate follows the new schedule from the checkpoint on.
 FREE = frozenset(
     {"run", "resume", "steps", "eval_every", "eval_batches", "save_every", "keep", "max_bad_rows"}
-    | {"prompt", "sample_bytes", "temperature", "max_skipped"}
+    | {"prompt", "sample_bytes", "temperature", "max_skipped", "metric", "log_every"}
     | {"zero", "accumulate", "islands", "track", "profile", "dpo_tensor"}
     | {f.name for group in WORKING for f in dataclasses.fields(group)}
 )

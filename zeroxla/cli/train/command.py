@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from zeroxla.cli.config_file import with_config
 from zeroxla.cli.continued_run import continued
 from zeroxla.cli.errors import UsageError
+from zeroxla.cli.inputs import check_train
 from zeroxla.cli.islands.here import check_islands, slot_here
 from zeroxla.cli.launch.command import launch_again
 from zeroxla.cli.read_options import read_options
@@ -29,6 +30,7 @@ def run(arguments: Sequence[str]) -> int:
     options = continued("train", arguments, options, FREE, slot)
     try:
         check_given(arguments, options)
+        check_train(options)
     except ValueError as error:
         raise UsageError(str(error)) from error
     outer = options.outer

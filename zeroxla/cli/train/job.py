@@ -15,6 +15,7 @@ from zeroxla.cli.divergence import Divergence
 from zeroxla.cli.interrupt import StopRequest
 from zeroxla.cli.job import Job
 from zeroxla.cli.run_job import run_job
+from zeroxla.cli.train.chosen import settled
 from zeroxla.cli.train.feed import Feed
 from zeroxla.cli.train.island import (
     AsIsland,
@@ -24,11 +25,21 @@ from zeroxla.cli.train.island import (
     steps_of,
 )
 from zeroxla.cli.train.make_task import make_task
+from zeroxla.cli.train.metric import (
+    WithMetrics,
+    check_metrics,
+    image_inputs,
+    named_metrics,
+    text_inputs,
+)
 from zeroxla.cli.train.options import TrainOptions
-from zeroxla.cli.train.output import Output
+from zeroxla.cli.train.output import Output, perplexity, perplexity_of
 from zeroxla.cli.train.plot import plot_run
+from zeroxla.cli.train.preferences import PreferencesTask
 from zeroxla.cli.train.setup import (
+    check_batch,
     config_for,
+    deepspeed_of,
     mesh_for,
     optimizer_for,
     schedule_for,
@@ -66,17 +77,30 @@ class TrainJob(Job[TrainOptions, Output]):
     ) -> None:
         super().__init__(options, mesh, output, slot)
         self.state: Any  # a TrainState, or an IslandState; None until it is made
-        config = config_for(options, mesh, self.path if options.output.resume else None)
         run = self.path if options.output.resume else None
+        check_batch(options, mesh)  # before the data is read
         self.task = make_task(options, run, output.warn)
-        self.options = options = self.task.options  # with what follows from the data
+        options, self.chosen = settled(
+            self.task.options,  # with what follows from the data
+            preferences=isinstance(self.task, PreferencesTask),
+            folder=getattr(getattr(self.task, "choice", None), "config", None),
+            run=run,
+        )
+        self.options = options
+        config = config_for(options, mesh, run)
         self.schedule, optimizer = None, config.optimizer
         if not takes_file_optimizer(options, config):
             self.schedule = schedule_for(options)
             optimizer = optimizer_for(options, self.schedule)
             config = dataclasses.replace(config, optimizer=None)
+        self.own = named_metrics(options.output.metric)
+        model = self.task.model
+        if self.own:
+            check_metrics(options, preferences=self.task.loss is not None)
+            inputs = image_inputs if options.model.model == "alexnet" else text_inputs
+            model = WithMetrics(model, self.own, inputs)
         self.step = make_step(
-            self.task.model,
+            model,
             mesh,
             optimizer,
             loss=self.task.loss,
@@ -109,7 +133,7 @@ class TrainJob(Job[TrainOptions, Output]):
 
     def keep(self) -> None:
         self.task.keep(self.path)
-        keep_deepspeed(self.options.zero, self.path)
+        keep_deepspeed(self.options.zero, self.path, deepspeed_of(self.options, None))
 
     def restore(self) -> None:
         if self.island is None:
@@ -173,6 +197,8 @@ class TrainJob(Job[TrainOptions, Output]):
                 self.record(waiting)
                 waiting = None
                 if evaluate:
+                    if save and self.island is not None:  # The checkpoint has what is evaluated.
+                        self.state = self.island.settle(self.state)
                     self.evaluate()
                 elif save:
                     self.check_loss()
@@ -203,7 +229,9 @@ class TrainJob(Job[TrainOptions, Output]):
         values = self.values.read(number, metrics, now - self.clock, phases)
         self.clock = now
         self.log(number, values)
-        self.show_progress(number, self.values.line(values) + status_of(values))
+        rate = values.get("learning_rate")
+        more = "" if rate is None else f", learning rate {rate:.3g}"
+        self.bar.update(number, self.values.line(values) + status_of(values), more)
         self.divergence.took(
             number,
             finite=bool(values["finite"]),
@@ -223,13 +251,16 @@ class TrainJob(Job[TrainOptions, Output]):
         seconds = time.perf_counter() - started
         means = {
             name: float(np.average([float(v[name]) for v in found], weights=self.feed.weights))
-            for name in ("loss", *self.task.numbers, *self.task.metrics)
+            for name in ("loss", *self.task.numbers, *self.task.metrics, *self.own)
         }
         named = {f"valid_{name}": value for name, value in means.items()}
+        if said := perplexity(self.task, means["loss"]):
+            name = "perplexity" if self.task.unit == "token" else "byte_perplexity"
+            named[f"valid_{name}"] = perplexity_of(means["loss"])
         self.log(self.done, {**named, "eval_s": seconds})
-        numbers = "".join(f", {name} {means[name]:.4f}" for name in self.task.numbers)
+        numbers = "".join(f", {name} {means[name]:.4f}" for name in (*self.task.numbers, *self.own))
         shares = numbers + "".join(f", {name} {means[name]:.1%}" for name in self.task.metrics)
-        self.output.print(f"step {self.done}: validation loss {means['loss']:.4f}{shares}")
+        self.output.print(f"step {self.done}: validation loss {means['loss']:.4f}{said}{shares}")
         self.divergence.evaluated(self.done, means["loss"])
         return means
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,22 @@ from zeroxla.cli.train.task import Scorer
 from zeroxla.pipeline.pipeline import Pipeline
 from zeroxla.step.state import TrainState, full_params
 from zeroxla.step.step import Step
+
+
+class Asked(NamedTuple):
+    """What a trained model is asked.
+
+    Attributes:
+      prompt: the text, as the model sees it.
+      numbers: its tokens.
+      reference: the answer in the data; None if there is none.
+      ends: the tokens that end an answer.
+    """
+
+    prompt: str
+    numbers: list[int]
+    reference: str | None = None
+    ends: frozenset[int] = frozenset()
 
 
 class LanguageTask:
@@ -60,15 +76,16 @@ class LanguageTask:
             return None
         return from_pretrained(self._module, init, step, key=key, adapter=adapter)
 
-    def encoded_prompt(self, prompt: str) -> list[int]:
-        """Turn the text of --prompt into the numbers that the model continues."""
-        return self.choice.vocabulary.encode(prompt)
+    def asked(self) -> Asked:
+        """Return what the trained model continues: the text of --prompt."""
+        prompt = self.options.output.prompt or "def "
+        return Asked(prompt, self.choice.vocabulary.encode(prompt))
 
     def show(
         self, step: Step, state: TrainState, folder: RunFolder | NoRunFolder, output: Output
     ) -> None:
-        """Continue the prompt."""
-        options = self.options.output
+        """Continue the prompt, or answer a question that was held out."""
+        options, vocabulary = self.options.output, self.choice.vocabulary
         if options.sample_bytes == 0:
             return
         params = full_params(state)  # all processes take part in this
@@ -76,18 +93,24 @@ class LanguageTask:
             return
         apply = step.adapted.apply
         assert apply is not None
-        prompt = self.encoded_prompt(options.prompt)
+        asked = self.asked()
         # Each token is a pass over the window, which need not be longer than what is written.
-        written = -(-(len(prompt) + options.sample_bytes) // MULTIPLE) * MULTIPLE
+        written = -(-(len(asked.numbers) + options.sample_bytes) // MULTIPLE) * MULTIPLE
         numbers = continue_text(
             lambda params, tokens: jnp.asarray(apply(params, {}, tokens)),
             params,
-            prompt,
+            asked.numbers,
             num_tokens=options.sample_bytes,
             length=min(self.options.text.tokens, written),
             temperature=options.temperature,
             key=jax.random.key(self.options.training.seed),
         )
-        continuation = self.choice.vocabulary.decode(numbers)
-        output.continuation(options.prompt, continuation)
-        folder.write_text("sample.txt", options.prompt + continuation)
+        ends = [i for i, number in enumerate(numbers) if number in asked.ends]
+        text = vocabulary.decode(numbers[: ends[0]] if ends else numbers)
+        if asked.reference is None:
+            output.continuation(asked.prompt, text)
+            folder.write_text("sample.txt", asked.prompt + text)
+            return
+        output.answer(asked.prompt, asked.reference, text)
+        parts = {"question": asked.prompt, "reference": asked.reference, "answer": text}
+        folder.write_text("sample.txt", "".join(f"[{n}]\n{x}\n\n" for n, x in parts.items()))

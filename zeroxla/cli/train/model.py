@@ -21,7 +21,7 @@ from zeroxla import models
 from zeroxla.checkpoint.weights.safetensors_reader import check_weights
 from zeroxla.checkpoint.weights.safetensors_writer import BESIDE
 from zeroxla.checkpoint.weights.tensor_names import abstract
-from zeroxla.cli.data.chat_template import find_template
+from zeroxla.cli.data.chat_template import MORE_TEMPLATES, find_template
 from zeroxla.cli.data.text import VOCABULARY
 from zeroxla.cli.data.vocabulary import (
     TOKENIZER,
@@ -59,7 +59,7 @@ class ModelChoice:
         `activation_bytes`.
       vocabulary: the numbers that text is turned into.
       config: the config of the model's Hugging Face folder; None if it is from no folder.
-      chat_template: the chat template of that folder; None if there is none.
+      chat_template: the chat template of that folder, or several by name; None if there is none.
       takes_segments: whether the model can keep the segments of packed rows apart.
     """
 
@@ -67,7 +67,7 @@ class ModelChoice:
     length: int | None
     vocabulary: Vocabulary
     config: dict[str, Any] | None = None
-    chat_template: str | None = None
+    chat_template: str | Mapping[str, str] | None = None
     takes_segments: bool = False
     context: int | None = None
     token_bytes: int = 0
@@ -232,6 +232,8 @@ def keep(options: TrainOptions, run: Path) -> None:
             file = source.expanduser() / name
             if file.is_file():
                 shutil.copyfile(file, run / MODEL / name)
+        if (more := source.expanduser() / MORE_TEMPLATES).is_dir():
+            shutil.copytree(more, run / MODEL / MORE_TEMPLATES, dirs_exist_ok=True)
     except OSError as error:
         raise ValueError(
             f"cannot copy the model's {name} from {source} to {run / MODEL}: {error.strerror}"

@@ -11,7 +11,7 @@ from zeroxla.cli.data.images import MIN_SIZE
 from zeroxla.cli.mesh_options import AxesOptions, MeshOptions, PipelineOptions
 from zeroxla.cli.offload_options import OffloadOptions
 from zeroxla.cli.optimizer_options import OptimizerOptions
-from zeroxla.cli.option_groups import JobOptions, check_seed
+from zeroxla.cli.option_groups import JobOptions, Resume, check_seed, flag
 from zeroxla.cli.outer_options import OUTER_LEAST, IslandsOptions
 from zeroxla.cli.tracking.options import TrackingOptions
 from zeroxla.cli.zero_options import (
@@ -126,13 +126,21 @@ class TrainingOptions(OptimizerOptions):
 
     steps: int = 300
     """Steps in all. The learning-rate schedule spans them. alexnet: 60."""
-    learning_rate: float = 2e-3
-    """Peak learning rate. It is reached after the warm-up; then a cosine leads down to a twentieth
-    of it. alexnet: 0.0003."""
-    warmup: float = 0.1
-    """Share of the steps over which the learning rate rises."""
-    weight_decay: float = 0.1
-    """Decoupled weight decay, on matrices only. sgd adds it to the gradient."""
+    learning_rate: float | None = None
+    """Peak learning rate. It is reached after the warm-up; then a cosine leads down. Default: what
+    is usual for the training, 0.002 for a new model, with --init 2e-5, with adapters 2e-4; of
+    preferences 5e-7, with adapters 5e-6. alexnet: 0.0003."""
+    warmup: float | None = None
+    """Share of the steps over which the learning rate rises. Default: 0.1."""
+    min_rate: float | None = None
+    """Share of the peak learning rate to which the cosine leads. Default: 0.05 for a new model, and
+    0 with --init or adapters."""
+    weight_decay: float | None = None
+    """Decoupled weight decay, on matrices only. sgd adds it to the gradient. Default: 0.1 for a new
+    model, and 0 with --init or adapters."""
+    clip: float | None = None
+    """Largest global gradient norm; larger gradients are clipped to it. 0 clips nothing. Default:
+    1, or the one of --deepspeed."""
     max_skipped: int = 20
     """Number of steps in a row whose loss or gradient is not finite, after which the run stops. 0
     never stops it."""
@@ -146,21 +154,29 @@ class RunOptions:
 
     run: Path | None = None
     """Run folder. Default: a new one under runs/; with --resume, the newest one there."""
-    resume: bool = False
-    """Continue the run in the run folder from its newest checkpoint, with its own options."""
+    resume: Resume = False
+    """Continue the run in the run folder from its newest checkpoint, with its own options. auto:
+    begin one if the folder of --run holds none; the command may be started again and again."""
     eval_every: int = 100
     """Steps between evaluations. The last step is always evaluated. alexnet: 20."""
     eval_batches: int = 16
     """Validation batches per evaluation, always the same ones. alexnet: 8."""
+    metric: tuple[str, ...] = ()
+    """Metrics of your own, each as MODULE:FUNCTION or FILE.py:FUNCTION: a function of (logits,
+    batch) in JAX that returns a number for each target. Evaluations show their means."""
+    log_every: int = 10
+    """Steps between the lines that tell of the training where the output is no terminal."""
     save_every: int = 100
     """Steps between checkpoints. There is always one at the end and on Ctrl-C. alexnet: 20."""
-    keep: int = 2
+    keep: int = 3
     """Number of checkpoints to keep."""
-    prompt: str = "def "
+    prompt: str | None = None
     """Text that the trained model continues at the end. A model that was trained on conversations
-    is given it as what the user says."""
+    is given it as what the user says. Default: of rows, a question that was held out, beside whose
+    answer the reference is shown; otherwise "def "."""
     sample_bytes: int = 300
-    """Length of that continuation, in bytes (with --init, tokens). 0 prints none."""
+    """Largest length of that continuation or answer, in bytes (with --init, tokens). 0 prints
+    none."""
     temperature: float = 0.7
     """Sampling temperature. 0 takes the likeliest byte each time."""
 
@@ -197,6 +213,9 @@ class TrainOptions(JobOptions):
     def __post_init__(self) -> None:
         self.check_at_least(
             {
+                "text.batch": 1,
+                "mesh.nodes": 1,
+                "mesh.devices_per_node": 1,
                 "text.length": 1,
                 "rows.max_bad_rows": 0,
                 "dpo.dpo_beta": 0,
@@ -209,6 +228,7 @@ class TrainOptions(JobOptions):
                 "training.steps": 1,
                 "training.learning_rate": 0,
                 "training.warmup": 0,
+                "training.min_rate": 0,
                 "training.max_skipped": 0,
                 "axes.tensor": 1,
                 "axes.context": 1,
@@ -216,6 +236,7 @@ class TrainOptions(JobOptions):
                 "pipeline.pipe": 1,
                 "output.eval_every": 1,
                 "output.eval_batches": 1,
+                "output.log_every": 1,
                 "output.save_every": 1,
                 "output.keep": 1,
                 "output.sample_bytes": 0,
@@ -238,6 +259,8 @@ class TrainOptions(JobOptions):
                 f"--outer {self.outer.outer} with --offload-params disk: islands exchange "
                 "parameters from memory; use --offload-params host, or none"
             )
+        if not 0 < self.text.holdout < 1:
+            raise ValueError(f"--holdout {self.text.holdout} is a share: above 0 and below 1")
         if self.rows.max_bad_rows > 1:
             raise ValueError(f"--max-bad-rows {self.rows.max_bad_rows} is a share: at most 1")
         if not self.dpo.dpo_beta > 0:
@@ -247,8 +270,9 @@ class TrainOptions(JobOptions):
                 f"--dpo-label-smoothing {self.dpo.dpo_label_smoothing} must be below 0.5, where "
                 "preferences mean nothing"
             )
-        if self.training.warmup > 1:
-            raise ValueError(f"--warmup {self.training.warmup} is a share: at most 1")
+        for name in ("warmup", "min_rate"):
+            if (share := getattr(self.training, name)) is not None and share > 1:
+                raise ValueError(f"{flag(name)} {share} is a share: at most 1")
         if not self.images.width_multiplier > 0:
             raise ValueError(
                 f"--width-multiplier {self.images.width_multiplier} leaves no channel; give more "

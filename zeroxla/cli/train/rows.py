@@ -6,6 +6,7 @@ What this and training on preferences (`preferences.py`) have in common is `RowF
 from __future__ import annotations
 
 import abc
+import contextlib
 import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,21 +14,25 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from zeroxla.cli.data.bad_rows import BadRows
+from zeroxla.cli.data.bad_rows import BadRows, RowError
 from zeroxla.cli.data.chat_template import DEFAULT, TEMPLATE, ChatTemplate, read_template
 from zeroxla.cli.data.mixture import RowStream, Source
 from zeroxla.cli.data.row_batches import row_batches, validation_row_batches
 from zeroxla.cli.data.row_encoder import RowEncoder, TokenRow
+from zeroxla.cli.data.row_kinds import Conversation, Pair, Preference, TrainingRow
 from zeroxla.cli.data.row_lengths import measure
 from zeroxla.cli.data.text import unigram_entropy
 from zeroxla.cli.train.island import seed_of
-from zeroxla.cli.train.language import LanguageTask
+from zeroxla.cli.train.language import Asked, LanguageTask
 from zeroxla.cli.train.length import SequenceLength, agreed, bounded, given, with_length
 from zeroxla.cli.train.model import ModelChoice, choose
 from zeroxla.cli.train.options import TrainOptions
 
 if TYPE_CHECKING:
     import grain
+
+MAX_ASKED = 64
+"""The most rows that are looked at for a question that the trained model answers."""
 
 _PLURALS = {
     "Conversation": "conversations",
@@ -130,7 +135,8 @@ class RowFilesTask(LanguageTask, abc.ABC):
         for source in self.sources:
             digest.update(f"{source.rows.fingerprint} {source.weight};".encode())
         if self.template is not None:
-            digest.update(self.template.source.encode())
+            for name, source in sorted(self.template.sources.items()):
+                digest.update((name * (name != "default") + source).encode())
         return {
             "source": ", ".join(self.options.text.data),
             "fingerprint": digest.hexdigest(),
@@ -144,13 +150,57 @@ class RowFilesTask(LanguageTask, abc.ABC):
     def keep(self, run: Path) -> None:
         super().keep(run)
         if self.template is not None:
-            (run / TEMPLATE).write_text(self.template.source, encoding="utf-8")
+            self.template.write(run)
 
-    def encoded_prompt(self, prompt: str) -> list[int]:
-        if self.template is None:
-            return super().encoded_prompt(prompt)
-        said = [{"role": "user", "content": prompt}]
-        return super().encoded_prompt(self.template.prompt(said))
+    def asked(self) -> Asked:
+        """Return what the trained model is asked: --prompt, or else the first question that was
+        held out, with its answer."""
+        given, vocabulary = self.options.output.prompt, self.choice.vocabulary
+        if given is not None and self.template is None:
+            return super().asked()
+        if given is not None and self.template is not None:
+            text = self.template.prompt([{"role": "user", "content": given}])
+            return Asked(given, vocabulary.encode(text), ends=self._ends())
+        for source in self.sources:
+            for index in range(min(source.rows.num_valid, MAX_ASKED)):
+                with contextlib.suppress(RowError):
+                    found = self._question(source.rows.read(index, valid=True))
+                    if found is not None:
+                        return found
+        return super().asked()
+
+    def _question(self, row: TrainingRow) -> Asked | None:
+        """Return the question in a row that has one, if it leaves room for an answer.
+
+        Raises:
+          RowError: the chat template refuses the row.
+        """
+        row = row.chosen if isinstance(row, Preference) else row
+        vocabulary = self.choice.vocabulary
+        if isinstance(row, Pair):
+            first = [] if vocabulary.first is None else [vocabulary.first]
+            numbers = [*first, *(vocabulary.encode(row.prompt) if row.prompt else [])]
+            found = Asked(row.prompt, numbers, row.response, self._ends())
+        elif isinstance(row, Conversation) and self.template is not None:
+            turns = [i for i, x in enumerate(row.messages) if x["role"] == "assistant"]
+            last = max((i for i in turns if i >= row.num_given), default=0)
+            reference = row.messages[last].get("content")
+            if last == 0 or not isinstance(reference, str) or not reference:
+                return None
+            prompt = self.template.prompt(row.messages[:last], tools=row.tools)
+            whole = self.template.render(row.messages[: last + 1], tools=row.tools).text
+            end = whole.rpartition(reference)[2]
+            closing = frozenset(vocabulary.encode(end)[:1] if end.strip() else [])
+            ends = self._ends() | closing
+            found = Asked(prompt, vocabulary.encode(prompt), reference, ends)
+        else:
+            return None
+        return found if 0 < len(found.numbers) < self.options.text.tokens else None
+
+    def _ends(self) -> frozenset[int]:
+        """Return the token that ends a document, if there is one."""
+        last = self.choice.vocabulary.last
+        return frozenset() if last is None else frozenset({last})
 
     def _chat_template(self, run: Path | None) -> tuple[ChatTemplate, str]:
         """Return the chat template, and where it is from."""

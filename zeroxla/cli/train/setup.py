@@ -12,8 +12,9 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from zeroxla.cli.deepspeed_file import kept_deepspeed
+from zeroxla.cli.deepspeed_file import filled, kept_deepspeed, says_optimizer
 from zeroxla.cli.mesh_options import AxesOptions, MeshOptions
+from zeroxla.cli.train.chosen import with_rates
 from zeroxla.cli.train.options import TrainOptions
 from zeroxla.cli.zero_options import zero_config
 from zeroxla.config.zero_config import ZeroConfig
@@ -27,8 +28,6 @@ NUM_SIMULATED = 8
 SIMULATED_NODES = 2
 BETA2 = 0.95
 """The default of adamw's beta2."""
-USUAL: dict[str, Any] = {"persistence_threshold": 10_000}
-"""The fields of the config in which the default of a job is another than the library's."""
 
 
 def mesh_for(options: TrainOptions) -> Mesh:
@@ -116,18 +115,35 @@ def config_for(options: TrainOptions, mesh: Mesh, run: Path | None = None) -> Ze
     Raises:
       ValueError: an option or the file cannot work.
     """
-    deepspeed = kept_deepspeed(options.zero, run)
-    config = zero_config(options, USUAL, deepspeed=deepspeed, outer=options.outer)
-    if takes_file_optimizer(options, config):
-        options.training.check_own(("learning_rate", "warmup"))
+    check_batch(options, mesh)
+    deepspeed = deepspeed_of(options, run)
+    config = zero_config(options, {}, deepspeed=deepspeed, outer=options.outer)
+    if deepspeed is not None and not says_optimizer(deepspeed):
+        config = dataclasses.replace(config, optimizer=None)  # it clips, which `settled` has taken
+    return dataclasses.replace(config, accumulate=microbatches_for(options, config, mesh))
+
+
+def deepspeed_of(options: TrainOptions, run: Path | None) -> Path | dict[str, Any] | None:
+    """Return a run's DeepSpeed configuration, in a new run with values in the place of "auto"."""
+    file = kept_deepspeed(options.zero, run)
+    if file is None or run is not None:
+        return file
+    return filled(file, with_rates(options).training, options.zero.compute_dtype)
+
+
+def check_batch(options: TrainOptions, mesh: Mesh) -> None:
+    """Check that the rows of a batch divide over the devices.
+
+    Raises:
+      ValueError: they do not.
+    """
     devices = world_size(mesh)
-    if options.text.batch < 1 or options.text.batch % devices:
+    if options.text.batch % devices:
         axes = ", ".join(f"{name}={mesh.shape[name]}" for name in (NODE, DEVICE))
         raise ValueError(
             f"--batch {options.text.batch} does not divide over {devices} devices ({axes}); use a "
             f"multiple of {devices}"
         )
-    return dataclasses.replace(config, accumulate=microbatches_for(options, config, mesh))
 
 
 def microbatches_for(
@@ -145,16 +161,16 @@ def microbatches_for(
 
 
 def schedule_for(options: TrainOptions) -> optax.Schedule:
-    """Return a function from the number of a step, counted from 0, to its learning rate."""
-    training = options.training
-    warmup = round(training.warmup * training.steps)
+    """Return a function from the number of a step, counted from 0, to its learning rate. What the
+    options leave open is usual."""
+    training: Any = with_rates(options).training
+    rate, steps = training.learning_rate, training.steps
+    warmup = round(training.warmup * steps)
     return optax.join_schedules(
         [
             # The first step already learns.
-            lambda count: training.learning_rate * (count + 1) / (warmup + 1),
-            optax.cosine_decay_schedule(
-                training.learning_rate, max(1, training.steps - warmup), alpha=0.05
-            ),
+            lambda count: rate * (count + 1) / (warmup + 1),
+            optax.cosine_decay_schedule(rate, max(1, steps - warmup), alpha=training.min_rate),
         ],
         [warmup],
     )
@@ -167,4 +183,4 @@ def takes_file_optimizer(options: TrainOptions, config: ZeroConfig) -> bool:
 
 def optimizer_for(options: TrainOptions, schedule: optax.Schedule) -> optax.GradientTransformation:
     """Return the optimizer that the options name, with clipping and weight decay on matrices."""
-    return options.training.make(schedule, beta2=BETA2)
+    return with_rates(options).training.make(schedule, beta2=BETA2)

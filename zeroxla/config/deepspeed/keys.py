@@ -56,7 +56,7 @@ ZERO: dict[str, Key] = {
     "stage3_prefetch_bucket_size": _COUNT,
     "stage3_param_persistence_threshold": _COUNT,
     "stage3_model_persistence_threshold": _COUNT,
-    "sub_group_size": Key(kind="count", least=1),
+    "sub_group_size": _COUNT,
     "offload_optimizer": Key(
         kind="section",
         keys={

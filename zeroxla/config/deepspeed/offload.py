@@ -75,7 +75,7 @@ def offload_of(
         else:
             ignored["zero_force_ds_cpu_optimizer"] = _NOT_ON_HOST
     if size is not None:
-        options["sub_group"] = size
+        options["sub_group"] = max(1, size)  # with 0, as with 1, DeepSpeed updates leaf by leaf
     return {"offload": Offload(**options)}
 
 

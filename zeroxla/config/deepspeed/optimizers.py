@@ -15,7 +15,7 @@ import optax
 from optax import contrib
 
 from zeroxla.config.deepspeed.schedules import make_scheduler
-from zeroxla.config.deepspeed.sections import Key, nearest, take
+from zeroxla.config.deepspeed.sections import Findings, Key, nearest, take
 from zeroxla.config.deepspeed.update_rules import (
     muon_labels,
     scale_by_bounded_trust_ratio,
@@ -117,7 +117,7 @@ class _Recipe:
 
 
 def make_optimizer(
-    written: Mapping[str, Any], ignored: dict[str, str]
+    written: Mapping[str, Any], found: Findings
 ) -> optax.GradientTransformation | None:
     """Return the optimizer of the sections `optimizer` and `scheduler` and of `gradient_clipping`.
 
@@ -125,17 +125,17 @@ def make_optimizer(
 
     Args:
       written: the honoured keys of the configuration.
-      ignored: receives the dotted keys that have no effect, and the reason for each.
+      found: receives the dotted keys that have no effect, and the problems: a name or a parameter
+        that is unknown, missing or out of range, or that zeroxla lacks.
 
     Returns:
       A chain that clips the global norm first; None if none of the three is written.
-
-    Raises:
-      ValueError: a name or a parameter is unknown, missing or out of range.
-      NotImplementedError: zeroxla lacks the optimizer or the scheduler.
     """
-    recipe = _recipe(written.get("optimizer", {}), ignored)
-    scheduler = make_scheduler(written.get("scheduler", {}), ignored)
+    recipe = scheduler = None
+    with found.collected():
+        recipe = _recipe(written.get("optimizer", {}), found)
+    with found.collected():
+        scheduler = make_scheduler(written.get("scheduler", {}), found)
     clipping = written.get("gradient_clipping", 0.0)
     if recipe is None and scheduler is None and not clipping:
         return None
@@ -149,7 +149,8 @@ def make_optimizer(
         if scheduler.momentum is not None and betas:
             betas = {"b1": scheduler.momentum, "b2": 0.99}
         elif scheduler.momentum is not None:
-            ignored["scheduler.params.cycle_momentum"] = "this optimizer has no betas to cycle"
+            reason = "this optimizer has no betas to cycle"
+            found.ignored["scheduler.params.cycle_momentum"] = reason
     if recipe.decay:
         rates = {name: _decayed(rate, recipe.decay) for name, rate in rates.items()}
     # Constants stay out of the state: there b2 would be rounded to float32 before 1 - b2.
@@ -162,11 +163,11 @@ def _decayed(rate: Any, decay: float) -> Callable[[Any], Any]:
     return lambda count: (rate(count) if callable(rate) else rate) / (1 + decay * count)
 
 
-def _recipe(written: Mapping[str, Any], ignored: dict[str, str]) -> _Recipe | None:
+def _recipe(written: Mapping[str, Any], found: Findings) -> _Recipe | None:
     kind = written.get("type")
     if kind is None:
         if written.get("params"):
-            ignored["optimizer.params"] = "optimizer.type is not written"
+            found.ignored["optimizer.params"] = "optimizer.type is not written"
         return None
     names = {name.lower(): name for name in (*KEYS, *_MISSING)}
     name = names.get(kind.lower())
@@ -183,7 +184,7 @@ def _recipe(written: Mapping[str, Any], ignored: dict[str, str]) -> _Recipe | No
             "optimizer.params.max_grad_norm is refused by DeepSpeed too; write gradient_clipping "
             "at the top level"
         )
-    p = take(params, KEYS[name], ignored, ("optimizer", "params"))
+    p = take(params, KEYS[name], found, ("optimizer", "params"))
     for refused in ("amsgrad", "maximize", "dampening"):
         if p.get(refused):
             raise NotImplementedError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from zeroxla.config.deepspeed.keys import TOP
 from zeroxla.config.deepspeed.offload import offload_of
 from zeroxla.config.deepspeed.optimizers import make_optimizer
-from zeroxla.config.deepspeed.sections import Key, checked, nearest, take
+from zeroxla.config.deepspeed.sections import Findings, Key, checked, nearest, take
 from zeroxla.config.feedback import Feedback
 from zeroxla.config.wire_format import WireFormat
 
@@ -52,54 +53,80 @@ class DeepSpeedSettings:
         return "\n".join(lines)
 
 
-def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> DeepSpeedSettings:
+def read(
+    source: str | os.PathLike[str] | Mapping[str, Any], *, auto: Mapping[str, Any] | None = None
+) -> DeepSpeedSettings:
     """Read a DeepSpeed configuration.
 
     Args:
-      source: the path of a JSON file, or a mapping with the content of one.
+      source: the path of a JSON file, or a mapping with the content of one. As DeepSpeed's reader
+        does, it takes comments, commas before a closing bracket, and a byte order mark.
+      auto: the values of keys that are written "auto", by dotted name, such as
+        {"scheduler.params.total_num_steps": 1000}. Hugging Face's Trainer fills these in from its
+        arguments. A largest rate of warm-up takes the optimizer's rate. Other keys that are
+        written "auto" count as not written.
 
     Raises:
-      ValueError: the file is missing or holds no JSON object, a key is unknown (the message names
-        the nearest known one), or a value has the wrong type, is out of range or contradicts
-        another.
-      NotImplementedError: zeroxla lacks the optimizer or the scheduler.
+      ValueError: the file is missing or holds no JSON object, a key is nearly one of DeepSpeed's,
+        or stands in the wrong section, or a value has the wrong type, is out of range or
+        contradicts another. One message tells all problems.
+      NotImplementedError: zeroxla lacks the optimizer or the scheduler, and nothing else is wrong.
 
     >>> settings = read({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}})
     >>> settings.options["hpz_size"], settings.ignored
     (8, {})
     """
     values = dict(source) if isinstance(source, Mapping) else _load(source)
-    ignored: dict[str, str] = {}
     zero = values.get("zero_optimization")
     if isinstance(zero, bool):  # DeepSpeed's first format
         values["zero_optimization"] = {"stage": int(zero)}
-    _check_places(values)
-    written = take(values, TOP, ignored)
-    options = {
-        **_zero(written, ignored),
-        **_dtypes(written, ignored),
-        **_batch(written, ignored),
-    }
+    found = Findings(auto={**_rates(values), **(auto or {})})
+    known = _in_their_places(values, found)
+    written = take(known, TOP, found, lenient=True)
+    options: dict[str, Any] = {}
+    for part in (_zero, _dtypes, _batch):
+        with found.collected():
+            options |= part(written, found.ignored)
     if written.get("gradient_allreduce_op", "mean").lower() != "mean":
-        raise ValueError(
-            f"gradient_allreduce_op={written['gradient_allreduce_op']!r} is refused by DeepSpeed "
-            'at stage 3 too; gradients are averaged over devices: write "mean"'
+        found.problems.append(
+            ValueError(
+                f"gradient_allreduce_op={written['gradient_allreduce_op']!r} is refused by "
+                'DeepSpeed at stage 3 too; gradients are averaged over devices: write "mean"'
+            )
         )
-    return DeepSpeedSettings(
-        options={**options, "optimizer": make_optimizer(written, ignored)}, ignored=ignored
-    )
+    options["optimizer"] = make_optimizer(written, found)
+    found.check()
+    return DeepSpeedSettings(options=options, ignored=found.ignored)
 
 
-def _check_places(values: Mapping[str, Any]) -> None:
-    """Check that every key stands in its own section. Raises ValueError otherwise."""
+def _rates(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the largest rate of a warm-up that is written "auto": the optimizer's own."""
+    section = values.get("optimizer")
+    params = section.get("params") if isinstance(section, Mapping) else None
+    rate = params.get("lr") if isinstance(params, Mapping) else None
+    return {} if rate in (None, "auto") else {"scheduler.params.warmup_max_lr": rate}
+
+
+def _in_their_places(values: Mapping[str, Any], found: Findings) -> dict[str, Any]:
+    """Return the values without the keys that stand in another section than their own."""
+    kept: dict[str, Any] = {}
     for name, value in values.items():
         homes = [s for s, key in TOP.items() if key.alias is None and name in (key.keys or ())]
         if name not in TOP and len(homes) == 1:
-            raise ValueError(f"{name!r} stands at the top level and belongs into {homes[0]!r}")
+            found.problems.append(
+                ValueError(f"{name!r} stands at the top level and belongs into {homes[0]!r}")
+            )
+            continue
         known = TOP[name].keys if name in TOP else None
-        for inner in value if known is not None and isinstance(value, Mapping) else ():
-            if inner not in (known or ()) and inner in TOP:
-                raise ValueError(f"{inner!r} stands in {name!r} and belongs at the top level")
+        if known is not None and isinstance(value, Mapping):
+            strays = [inner for inner in value if inner not in known and inner in TOP]
+            found.problems.extend(
+                ValueError(f"{inner!r} stands in {name!r} and belongs at the top level")
+                for inner in strays
+            )
+            value = {k: v for k, v in value.items() if k not in strays}
+        kept[name] = value
+    return kept
 
 
 def _load(source: str | os.PathLike[str]) -> dict[str, Any]:
@@ -111,13 +138,13 @@ def _load(source: str | os.PathLike[str]) -> dict[str, Any]:
         )
     path = Path(source)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise ValueError(f"there is no DeepSpeed configuration at {str(path)!r}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{str(path)!r} cannot be read as text: {error}") from None
     try:
-        values = json.loads(text, object_pairs_hook=_once)
+        values = json.loads(_plain_json(text), object_pairs_hook=_once)
     except json.JSONDecodeError as error:
         raise ValueError(
             f"{str(path)!r} is no JSON, at line {error.lineno}, column {error.colno}: {error.msg}"
@@ -128,6 +155,24 @@ def _load(source: str | os.PathLike[str]) -> dict[str, Any]:
             "object of keys and values"
         )
     return values
+
+
+_STRING = r'"(?:[^"\\\n]|\\.)*"'
+_COMMENT = r"//[^\n]*|#[^\n]*|/\*.*?\*/"
+_LAST_COMMA = r"(?<=[\w\"}\]]),(?=\s*[}\]])"
+
+
+def _plain_json(text: str) -> str:
+    """Return JSON without comments and commas before a closing bracket, which DeepSpeed's reader
+    takes. Each gives way to as many blanks, so that errors still name the right line and column."""
+
+    def blank(match: re.Match[str]) -> str:
+        found = match.group()
+        return found if found.startswith('"') else re.sub(r"[^\n]", " ", found)
+
+    # A string is matched first, since what looks like a comment in it is none.
+    text = re.sub(f"{_STRING}|{_COMMENT}", blank, text, flags=re.DOTALL)
+    return re.sub(f"{_STRING}|{_LAST_COMMA}", blank, text)
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

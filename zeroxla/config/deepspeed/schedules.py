@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zeroxla.config.deepspeed.sections import Key, nearest, take
+from zeroxla.config.deepspeed.sections import Findings, Key, nearest, take
 
 Schedule = Callable[[Any], jax.Array]
 
@@ -97,7 +97,7 @@ class Scheduler:
     """Schedule of the first beta; the second one is then 0.99. None does not cycle it."""
 
 
-def make_scheduler(written: Mapping[str, Any], ignored: dict[str, str]) -> Scheduler | None:
+def make_scheduler(written: Mapping[str, Any], found: Findings) -> Scheduler | None:
     """Return the scheduler of the section `scheduler`; None if it names none.
 
     Raises:
@@ -108,7 +108,7 @@ def make_scheduler(written: Mapping[str, Any], ignored: dict[str, str]) -> Sched
     name = written.get("type")
     if name is None:
         if written.get("params"):
-            ignored["scheduler.params"] = "scheduler.type is not written"
+            found.ignored["scheduler.params"] = "scheduler.type is not written"
         return None
     if name in _TORCH:
         raise NotImplementedError(
@@ -120,13 +120,20 @@ def make_scheduler(written: Mapping[str, Any], ignored: dict[str, str]) -> Sched
             f"scheduler.type={name!r} is no scheduler of DeepSpeed's; the nearest one is "
             f"{nearest(name, KEYS)!r}"
         )
-    place = ("scheduler", "params")
-    params = take(written.get("params", {}), KEYS[name], ignored, place)
+    raw = written.get("params", {})
+    params = take(raw, KEYS[name], found, ("scheduler", "params"))
     for required in ("total_num_steps", "cycle_min_lr", "cycle_max_lr"):
-        if required in KEYS[name] and required not in params:
+        dotted, value = f"scheduler.params.{required}", raw.get(required)
+        if required not in KEYS[name] or required in params:
+            continue
+        if value == "auto":
             raise ValueError(
-                f"scheduler.params.{required} is missing; {name} has no default for it"
+                f'{dotted} is "auto", which stands for a number that the file does not have; say '
+                f"from_deepspeed(..., auto={{{dotted!r}: NUMBER}}), or write it"
             )
+        if value is None:
+            raise ValueError(f"{dotted} is missing; {name} has no default for it")
+        return None  # it was written wrong, which is noted
     make = {
         "WarmupLR": _warmup,
         "WarmupDecayLR": _warmup_decay,

@@ -91,6 +91,7 @@ def adapt_lora(model: ModelWithAdapters, base: Adapted) -> Adapted:
         vocabulary=base.vocabulary,
         indices=tuple((part, *path) for part in (BASE, LORA) for path in base.indices),
         overwritten=base.overwritten,
+        sown=base.sown,
         frozen=(f"^{BASE}/",),
         base=base,
         merge=model.merge,

@@ -35,7 +35,7 @@ def run_twice(checked: CheckedModel) -> TwoRuns:
     results: list[dict[str, Any]] = []
     found = None
     for _ in range(2):
-        state, metrics = checked.step(jax.tree.map(jnp.copy, checked.state), checked.batch)
+        state, metrics = checked.step.take(jax.tree.map(jnp.copy, checked.state), checked.batch)
         results.append(_arrays(state, metrics))
         if found is None:
             found = Gradients(

@@ -6,16 +6,14 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from zeroxla.inspect.pictures.figures import COLORS, INK, finish, new_figure, quiet
+from zeroxla.inspect.pictures.figures import INK, PHASE_COLORS, finish, new_figure, quiet
 from zeroxla.inspect.pictures.planned import PlannedEvent, PlannedTarget, PlannedTime
-from zeroxla.program.phases import PHASES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WAITS = "#C00000"
 """The colour of waits, which no phase has."""
-OTHER = "#A0A0A0"
 _COMPUTE = "compute"
 
 
@@ -57,8 +55,7 @@ def plot_explanation(step: ExplainedStep, *, path: str | os.PathLike | None = No
     lanes = [_COMPUTE, *(lane for lane in step.time.busy_s if lane != _COMPUTE)]
     figure = new_figure(width=11, height=1.6 + 0.7 * len(lanes))
     axes = figure.add_subplot()
-    for phase in PHASES:
-        color = OTHER if phase == "other" else COLORS[PHASES.index(phase) % len(COLORS)]
+    for phase, color in PHASE_COLORS.items():
         shown = False
         for i, lane in enumerate(lanes):
             spans = [

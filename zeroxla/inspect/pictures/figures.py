@@ -22,6 +22,20 @@ COLORS: tuple[str, ...] = (
     "#8C6D1F",
     "#6A51A3",
 )
+PHASE_COLORS: dict[str, str] = {
+    "forward": "#0072B2",
+    "backward": "#CC79A7",
+    "forward gather": "#56B4E9",
+    "backward gather": "#EBC4DA",
+    "reduce": "#E69F00",
+    "update": "#009E73",
+    "send": "#6A51A3",
+    "move": "#8C6D1F",
+    "deal": "#A6CE39",
+    "owners": "#1B2A49",
+    "other": "#B8B8B8",
+}
+"""A colour of its own for each of `zeroxla.program.phases.PHASES`."""
 INK = "#333333"
 FRAME = "#D8D8D8"
 

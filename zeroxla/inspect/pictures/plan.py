@@ -5,7 +5,14 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from zeroxla.inspect.pictures.figures import COLORS, INK, finish, new_figure, quiet
+from zeroxla.inspect.pictures.figures import (
+    COLORS,
+    INK,
+    PHASE_COLORS,
+    finish,
+    new_figure,
+    quiet,
+)
 from zeroxla.inspect.pictures.planned import PlannedStep
 from zeroxla.program.phases import PHASES
 from zeroxla.program.report import format_bytes
@@ -54,10 +61,15 @@ def _memory(axes: Axes, plan: PlannedStep) -> None:
         axes.bar([0], [num_bytes], bottom=[bottom], width=0.5, color=color, label=label)
         bottom += num_bytes
     room = plan.target.device.usable_bytes
-    axes.axhline(room, color=INK, linewidth=1, linestyle="--")
+    # A need that is small beside the device would be an invisible line under it.
+    top, words = room, f"a program has {format_bytes(room)}"
+    if 0 < bottom < room / 5:
+        top, words = 1.25 * bottom, f"a program has {format_bytes(room)}, {room / bottom:.0f} x"
+    else:
+        axes.axhline(room, color=INK, linewidth=1, linestyle="--")
     axes.annotate(
-        f"a program has {format_bytes(room)}",
-        (0.98, room),
+        words,
+        (0.98, top),
         xycoords=("axes fraction", "data"),
         xytext=(0, 3),
         textcoords="offset points",
@@ -67,7 +79,7 @@ def _memory(axes: Axes, plan: PlannedStep) -> None:
     )
     axes.set_title("Memory of a device", fontsize=10, color=INK, loc="left")
     axes.set_xlim(-0.4, 1.7)
-    axes.set_ylim(0, 1.12 * max(room, bottom))
+    axes.set_ylim(0, 1.12 * max(top, bottom))
     axes.set_xticks([])
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(value)))
     axes.tick_params(axis="y", labelsize=8)
@@ -94,6 +106,10 @@ def _bytes(axes: Axes, plan: PlannedStep) -> None:
         text = f" {format_bytes(total)}, {plan.target.links[axis].name}"
         axes.annotate(text, (total, i), va="center", fontsize=8, color=INK)
     axes.set_title("Received by a device over each link", fontsize=10, color=INK, loc="left")
+    if not links:
+        axes.set_axis_off()
+        axes.annotate("nothing: there is one device", (0.02, 0.9), fontsize=8, color=INK)
+        return
     axes.set_xlim(0, 1.45 * max(lefts.values(), default=1.0) or 1.0)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(value)))
     axes.tick_params(labelsize=8)
@@ -128,4 +144,4 @@ def _time(axes: Axes, plan: PlannedStep) -> None:
 
 
 def _color(phase: str) -> str:
-    return COLORS[PHASES.index(phase.split("+")[0]) % len(COLORS)]
+    return PHASE_COLORS[phase.split("+")[0]]

@@ -17,7 +17,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -32,8 +32,21 @@ _FOREVER_MS = 2_000_000_000  # 23 days; the client takes no more than 31 bits
 _NOTICE = 2.0
 # Seconds after a failure in which a process leaves, whatever its other threads do.
 _AT_MOST = 3.0
+# Seconds after a failure in which work that was begun together, such as a checkpoint, may end.
+_WORK = 60.0
 # Seconds between the word of a process that it leaves, and its end.
 _LAST = 0.5
+
+_last_work: list[Callable[[float], None]] = []
+
+
+def before_leaving(work: Callable[[float], None]) -> None:
+    """Have a function called before this process leaves because one of the run has failed.
+
+    Args:
+      work: is given the most seconds that it may take. All processes of the run call theirs.
+    """
+    _last_work.append(work)
 
 
 class Ending:
@@ -134,6 +147,9 @@ class Ending:
 
     def _leave(self, status: int) -> NoReturn:
         """End this process without JAX's barrier; process 0 waits for the others to leave first."""
+        for work in _last_work:
+            with contextlib.suppress(Exception):  # a failure has been told
+                work(_WORK)
         if self._me != 0:
             with contextlib.suppress(Exception):
                 self._client.key_value_set(f"{_LEFT}/{self._me}", "")

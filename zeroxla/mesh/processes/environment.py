@@ -7,6 +7,8 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from zeroxla.program.hosts import OPEN_MPI, SLURM
+
 # Variables that `zeroxla launch` sets for the processes that it starts.
 COORDINATOR = "ZEROXLA_COORDINATOR"
 NUM_PROCESSES = "ZEROXLA_NUM_PROCESSES"
@@ -47,9 +49,11 @@ class Cluster:
 def find_cluster(environ: Mapping[str, str] = os.environ) -> Cluster | None:
     """Return the run that this process was started as a part of; None for a single process.
 
-    Looks for the variables of `zeroxla launch`, of a Slurm step (`srun`), of Open MPI (`mpirun`),
-    and of an indexed Kubernetes Job, in this order. In a Slurm allocation but outside of a step,
-    and in a Kubernetes pod outside of an indexed Job, the process counts as a single one.
+    Looks for the variables of `zeroxla launch`, of Open MPI (`mpirun`), of a Slurm step (`srun`),
+    and of an indexed Kubernetes Job, in this order. (In a Slurm allocation `mpirun` starts its own
+    daemons by `srun`, so its processes have Slurm's variables too, of the daemons.) In a Slurm
+    allocation but outside of a step, and in a Kubernetes pod outside of an indexed Job, the process
+    counts as a single one.
 
     Raises:
       ValueError: only some of a source's variables are set, or one is not a number.
@@ -58,18 +62,18 @@ def find_cluster(environ: Mapping[str, str] = os.environ) -> Cluster | None:
     if _complete("zeroxla launch", names, names, environ):
         size, rank = _numbers("zeroxla launch", (NUM_PROCESSES, PROCESS_ID), environ)
         return _several("zeroxla launch", size, rank, environ[COORDINATOR])
+    names = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
+    if _complete(OPEN_MPI, names, names, environ):
+        size, rank, _ = _numbers(OPEN_MPI, names, environ)
+        return _several(OPEN_MPI, size, rank)
     if _complete(
-        "Slurm",
+        SLURM,
         ("SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS"),
         ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID"),
         environ,
     ):
-        size, rank = _numbers("Slurm", ("SLURM_NTASKS", "SLURM_PROCID"), environ)
-        return _several("Slurm", size, rank)
-    names = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
-    if _complete("Open MPI", names, names, environ):
-        size, rank, _ = _numbers("Open MPI", names, environ)
-        return _several("Open MPI", size, rank)
+        size, rank = _numbers(SLURM, ("SLURM_NTASKS", "SLURM_PROCID"), environ)
+        return _several(SLURM, size, rank)
     if "KUBERNETES_SERVICE_HOST" in environ and "JOB_COMPLETION_INDEX" in environ:
         (rank,) = _numbers("Kubernetes", ("JOB_COMPLETION_INDEX",), environ)
         return Cluster(source="Kubernetes", process_id=rank)

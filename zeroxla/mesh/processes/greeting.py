@@ -14,7 +14,7 @@ import json
 import secrets
 from typing import Any
 
-GREETING = "zeroxla meeting 2"
+GREETING = "zeroxla meeting 3"
 CHALLENGE_BYTES = 32
 PROOF_BYTES = 32
 MAX_LINE_BYTES = 1 << 16
@@ -42,12 +42,16 @@ class Member:
       num_processes: the number of processes that it was told.
       node: its host's name. Processes with the same name share a node.
       runs: its `fingerprint`: versions and hashes of code, which must be the same everywhere.
+      gpus: the names or numbers of the GPUs that it sees.
+      allocated: the number of GPUs that the run has on its host; 0 if no variable says it.
     """
 
     process_id: int
     num_processes: int
     node: str
     runs: dict[str, str]
+    gpus: list[str] = dataclasses.field(default_factory=list)
+    allocated: int = 0
 
 
 def new_challenge() -> bytes:
@@ -109,14 +113,16 @@ def to_member(said: Any) -> Member:
     names = [field.name for field in dataclasses.fields(Member)]
     if not isinstance(said, dict) or said.keys() != set(names):
         raise GreetingError(f"a process says {', '.join(names)}, and nothing else")
-    runs = said["runs"]
+    runs, gpus = said["runs"], said["gpus"]
     if not (
-        type(said["process_id"]) is type(said["num_processes"]) is int  # not bool
+        # Not bool.
+        all(type(said[name]) is int for name in ("process_id", "num_processes", "allocated"))
         and isinstance(said["node"], str)
         and isinstance(runs, dict)
-        and all(isinstance(text, str) for text in runs.values())
+        and isinstance(gpus, list)
+        and all(isinstance(text, str) for text in (*runs.values(), *gpus))
     ):
-        raise GreetingError("the numbers, the node or the fingerprint are of another type")
+        raise GreetingError("the numbers, the node, the code or the GPUs are of another type")
     return Member(**said)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import socket
+from collections.abc import Sequence
 
 import jax
 
@@ -26,8 +28,11 @@ from zeroxla.mesh.processes.meeting import meet
 from zeroxla.mesh.processes.reception import listening_address
 from zeroxla.mesh.simulate import simulate
 from zeroxla.program import compat
+from zeroxla.program.hosts import allocated_gpus, place_on_host, visible_gpus
 
-_nodes: list[str] | None = None  # the node of every process, once they have met
+# Of every process its node, the GPUs that it sees, and those that the run has there, once they have
+# met.
+_hosts: list[tuple[str, list[str], int]] | None = None
 
 
 def initialize(
@@ -46,7 +51,12 @@ def initialize(
     this does nothing.
 
     Processes on one host share a node of `make_mesh`. Hosts are told apart by their names, or by
-    the names that `zeroxla launch` gives them.
+    the names that `zeroxla launch` and Slurm give them.
+
+    A process that is alone on its host takes all devices of the host. Several on a host share out
+    the GPUs that all of them see: each takes one if there are as many processes as GPUs, or as many
+    as come out even. Where the cluster has shared out the GPUs, each process takes those that it
+    sees.
 
     Args:
       coordinator: "host:port" of process 0, which listens there; the port must be free.
@@ -63,11 +73,12 @@ def initialize(
 
     Raises:
       ValueError: arguments or the environment's variables are incomplete or contradict each other,
-        the coordinator's port is taken, or processes run different code or versions.
+        the coordinator's port is taken, processes run different code or versions, or a host has
+        more processes than GPUs.
       TimeoutError: process 0 could not be reached, or processes did not come.
       RuntimeError: JAX has started already.
     """
-    global _nodes
+    global _hosts
     if has_joined():
         return
     cluster = _cluster(coordinator, num_processes, process_id)
@@ -81,7 +92,7 @@ def initialize(
         simulate(int(os.environ[SIMULATED_DEVICES]), keep_accelerators=True)
     if cluster is None:
         return
-    coordinator, num_processes, process_id, local_device_ids = compat.cluster_parameters(
+    coordinator, num_processes, process_id, _ = compat.cluster_parameters(
         cluster.source, cluster.coordinator, cluster.num_processes, cluster.process_id, timeout
     )
     if heartbeat_timeout is None:
@@ -91,8 +102,10 @@ def initialize(
     me = Member(
         process_id=process_id,
         num_processes=num_processes,
-        node=os.environ.get(NODE) or socket.gethostname(),
+        node=_node_here(),
         runs=fingerprint(),
+        gpus=visible_gpus(),
+        allocated=allocated_gpus(),
     )
     members = meet(me, coordinator, timeout=timeout, token=find_token())
     host, port = split_address(coordinator)
@@ -101,13 +114,13 @@ def initialize(
         coordinator,
         num_processes,
         process_id,
-        local_device_ids=local_device_ids,
+        local_device_ids=_own_devices(cluster.source, me, members),
         cluster_detection_method="deactivate",
         coordinator_bind_address=address_of(listens_at, port) if listens_at else None,
         initialization_timeout=round(timeout),
         heartbeat_timeout_seconds=round(heartbeat_timeout),
     )
-    _nodes = [member.node for member in members]
+    _hosts = [(member.node, member.gpus, member.allocated) for member in members]
     Ending(process_id, num_processes, farewell_timeout).begin()
 
 
@@ -119,13 +132,47 @@ def has_joined() -> bool:
 def nodes_of_processes() -> list[str]:
     """Return the host's name of every process, by process.
 
-    If processes joined JAX by other means than `initialize`, they exchange their hosts' names here,
-    so all of them must call this.
+    If processes joined JAX by other means than `initialize`, they exchange their hosts' names and
+    GPUs here, so all of them must call this.
     """
-    global _nodes
-    if _nodes is None:
-        _nodes = exchange("host", os.environ.get(NODE) or socket.gethostname())
-    return _nodes
+    return [node for node, _, _ in _all_hosts()]
+
+
+def gpus_of_hosts() -> dict[str, int]:
+    """Return how many GPUs of each host the run's processes see together, or were allocated. All
+    processes must call this, as the above."""
+    seen: dict[str, set[str]] = {}
+    counts: dict[str, int] = {}
+    for node, gpus, allocated in _all_hosts():
+        seen.setdefault(node, set()).update(gpus)
+        counts[node] = max(counts.get(node, 0), len(seen[node]), allocated)
+    return counts
+
+
+def _all_hosts() -> list[tuple[str, list[str], int]]:
+    global _hosts
+    if _hosts is None:
+        here = [_node_here(), visible_gpus(), allocated_gpus()]
+        said = map(json.loads, exchange("host", json.dumps(here)))
+        _hosts = [(node, gpus, allocated) for node, gpus, allocated in said]
+    return _hosts
+
+
+def _node_here() -> str:
+    # Several of Slurm's nodes may be on one machine, each with devices of its own.
+    names = (os.environ.get(name) for name in (NODE, "SLURMD_NODENAME"))
+    return next(filter(None, names), None) or socket.gethostname()
+
+
+def _own_devices(source: str, me: Member, members: Sequence[Member]) -> list[int] | None:
+    """Return the devices that this process takes, as `jax.distributed.initialize` has them.
+
+    The cluster's variables come first: they also know hosts that have the same name.
+    """
+    here = [member for member in members if member.node == me.node]
+    place = place_on_host(source) or (here.index(me), len(here))
+    others = [member.gpus for member in here if member != me]
+    return compat.own_devices(source, me.gpus, *place, others=others)
 
 
 def _cluster(

@@ -100,7 +100,7 @@ def run_ahead(use: LinkUse, case: Case) -> Remedy | None:
 
 def not_persistent(use: LinkUse, case: Case) -> Remedy | None:
     """Leaves that are gathered all together can travel with their units."""
-    if use.unit != PERSISTENT or not case.config.persistence_threshold:
+    if use.unit != PERSISTENT or case.config.persistence_threshold == 0:
         return None
     text = (
         "persistence_threshold=0: gather small leaves with their units, beside computation, "

@@ -5,6 +5,7 @@ Come here when a new JAX breaks something. Names of primitives are in `program/p
 """
 
 from zeroxla.program.compat.axis_names import AxisNames
+from zeroxla.program.compat.clusters import cluster_parameters, own_devices
 from zeroxla.program.compat.jaxprs import (
     array_type,
     as_remat,
@@ -12,7 +13,9 @@ from zeroxla.program.compat.jaxprs import (
     bind_params,
     branches_for,
     call_equation,
+    closing_rules,
     context_of,
+    custom_rule_constants,
     custom_rule_name,
     forward_jaxpr,
     has_effects,
@@ -22,17 +25,19 @@ from zeroxla.program.compat.jaxprs import (
     model_line,
     name_stack_of,
     open_jaxpr,
+    rule_and_line,
     scan_counts,
     settings_of,
     source_line,
     without_dead_code,
 )
 from zeroxla.program.compat.layouts import layouts_ignored, note_layout, with_layout
+from zeroxla.program.compat.redirect import redirect
 from zeroxla.program.compat.runtime import (
     COMPUTE_ON,
     JAX_VERSION,
     backends_started,
-    cluster_parameters,
+    before_threads_end,
     compiler_options,
     compute_on_host,
     coordination_client,
@@ -47,14 +52,17 @@ __all__ = [
     "as_remat",
     "backends_started",
     "backward_jaxpr",
+    "before_threads_end",
     "bind_params",
     "branches_for",
     "call_equation",
+    "closing_rules",
     "cluster_parameters",
     "compiler_options",
     "compute_on_host",
     "context_of",
     "coordination_client",
+    "custom_rule_constants",
     "custom_rule_name",
     "forward_jaxpr",
     "has_effects",
@@ -67,6 +75,9 @@ __all__ = [
     "name_stack_of",
     "note_layout",
     "open_jaxpr",
+    "own_devices",
+    "redirect",
+    "rule_and_line",
     "scan_counts",
     "settings_of",
     "source_line",

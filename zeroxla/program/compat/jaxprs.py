@@ -12,7 +12,7 @@ import jax
 import jax.extend.core as jex
 from jax._src import ad_checkpoint, config, core, source_info_util
 from jax._src.compute_on import extend_compute_type
-from jax._src.interpreters import partial_eval
+from jax._src.interpreters import ad, partial_eval
 
 from zeroxla.program.primitives import CALLS, CUSTOM_RULES, REMATS
 
@@ -94,6 +94,29 @@ def custom_rule_name(eqn: Any) -> str | None:
     return jaxpr.debug_info.func_name
 
 
+def custom_rule_constants(eqn: Any) -> int:
+    """Return how many operands of an equation with a derivative of its own come before its
+    arguments: the values that its function closes over. JAX refuses to differentiate by them."""
+    return eqn.params["num_consts"] if eqn.primitive.name in CUSTOM_RULES else 0
+
+
+def closing_rules(eqn: Any) -> Iterator[Any]:
+    """Yield the equations with a derivative of their own and values that they close over: this one,
+    and those in the programs that it runs."""
+    if custom_rule_constants(eqn):
+        yield eqn
+    for value in jax.tree.leaves(tuple(eqn.params.values()), is_leaf=is_jaxpr):
+        if is_jaxpr(value):
+            for inner in open_jaxpr(value)[0].eqns:
+                yield from closing_rules(inner)
+
+
+def rule_and_line(eqn: Any) -> str:
+    """Return the name of the function that an equation with a derivative of its own calls, and its
+    line."""
+    return f"{custom_rule_name(eqn)} ({model_line(eqn) or source_line(eqn)})"
+
+
 def _body(params: dict[str, Any]) -> Any:
     return params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
 
@@ -154,9 +177,21 @@ def is_by_platform(params: dict[str, Any]) -> bool:
 
 
 def call_equation(eqn: Any, name_stack: Any, args: Sequence[Any]) -> list[Any]:
-    """Bind an equation to `args` in its own context and under `name_stack`; return its results."""
+    """Bind an equation to `args` in its own context and under `name_stack`; return its results.
+
+    Raises:
+      ValueError: a function with a derivative of its own closes over an array that a gradient
+        reaches.
+    """
     with context_of(eqn, name_stack):
-        out = eqn.primitive.bind(*args, **bind_params(eqn.primitive, eqn.params))
+        try:
+            out = eqn.primitive.bind(*args, **bind_params(eqn.primitive, eqn.params))
+        except ad.CustomVJPException as error:
+            raise ValueError(
+                f"the function {', '.join(map(rule_and_line, closing_rules(eqn)))} has a derivative"
+                " of its own (custom_vjp), and closes over an array that a gradient reaches, of "
+                "which its rule knows nothing; give it that array as an argument"
+            ) from error
     return list(out) if eqn.primitive.multiple_results else [out]
 
 

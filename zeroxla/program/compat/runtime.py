@@ -3,11 +3,12 @@ have them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax._src import clusters, distributed, xla_bridge
+from jax._src import distributed, xla_bridge
 from jax.experimental import compute_on
 
 JAX_VERSION: tuple[int, ...] = jax.__version_info__[:3]
@@ -24,43 +25,6 @@ def backends_started() -> bool:
 def coordination_client() -> Any | None:
     """Return the client of `jax.distributed`'s key-value store; None if it was not initialized."""
     return distributed.global_state.client
-
-
-def cluster_parameters(
-    source: str,
-    coordinator: str | None,
-    num_processes: int | None,
-    process_id: int | None,
-    timeout: float,
-) -> tuple[str, int, int, Sequence[int] | None]:
-    """Fill in the arguments that are None, as `jax.distributed.initialize` would.
-
-    Args:
-      source: where the given arguments come from; the error names it.
-      coordinator: address of the coordinator, `host:port`.
-      num_processes: the number of processes.
-      process_id: this process's number.
-      timeout: seconds to wait for the cluster's answer.
-
-    Returns:
-      (coordinator, number of processes, this process, its local devices; None for all of them).
-
-    Raises:
-      ValueError: JAX finds no cluster that tells what is missing.
-    """
-    if None in (coordinator, num_processes, process_id):
-        found = clusters.ClusterEnv.auto_detect_unset_distributed_params(
-            coordinator, num_processes, process_id, None, None, round(timeout)
-        )
-    else:
-        found = (coordinator, num_processes, process_id, None)
-    coordinator, num_processes, process_id, devices = found
-    if coordinator is None or num_processes is None or process_id is None:
-        raise ValueError(
-            f"JAX does not find the coordinator from what {source} says; pass coordinator=, "
-            "num_processes= and process_id= to zeroxla.initialize"
-        )
-    return coordinator, num_processes, process_id, devices
 
 
 def compiler_options(platform: str, *, prefetch: bool) -> dict[str, Any]:
@@ -93,3 +57,15 @@ def compute_on_host(fun: Callable[..., list[jax.Array]]) -> Callable[..., list[j
     """
     decorate: Any = getattr(compute_on, "compute_on2", None) or compute_on.compute_on
     return decorate(fun, compute_type="device_host", out_memory_spaces=jax.memory.Space.Host)
+
+
+def before_threads_end(function: Callable[[], None]) -> None:
+    """Call a function at the interpreter's end, while executors still take work.
+
+    Handlers of `atexit` come too late for that: from Python 3.9 on the executors of
+    `concurrent.futures` have ended by then. They end in a handler of `threading`, which is called
+    after those that are registered later. A Python without such handlers calls nothing.
+    """
+    register = getattr(threading, "_register_atexit", None)
+    if register is not None:
+        register(function)

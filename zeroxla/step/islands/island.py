@@ -23,13 +23,7 @@ from zeroxla.step.islands.membership.client import Membership
 from zeroxla.step.islands.membership.messages import Position
 from zeroxla.step.islands.outer_programs import OuterPrograms
 from zeroxla.step.islands.outer_state import IslandState
-from zeroxla.step.islands.saved_island import (
-    SavedIsland,
-    facts_of_rounds,
-    form_of,
-    opened,
-    saved,
-)
+from zeroxla.step.islands.saved_island import SavedIsland, form_of, opened, saved
 from zeroxla.step.state import TrainState
 from zeroxla.step.step import Step
 
@@ -193,7 +187,7 @@ class Island:
           step that merged an exchange also `outer_bytes`, what this process has sent in it;
           `outer_s`, the seconds that it took; `outer_islands`, how many took part.
         """
-        inner, metrics = self.step(state.inner, batch)
+        inner, metrics = self.step.take(state.inner, batch)
         state = dataclasses.replace(state, inner=inner, clock=state.clock + 1)
         meetings, now = self._meetings, time.monotonic()
         # A pause between two calls is no step, and takes no more than twice as long as one here.
@@ -249,14 +243,13 @@ class Island:
     def to_save(self, state: IslandState) -> SavedIsland:
         """Return what `Checkpointer.save` takes. Exchanges under way are not in it: `settle` first.
 
-        The outer parameters, which all islands share, are saved by one of them: the one with the
-        smallest slot of those that train.
+        Each island saves the outer parameters, which all of them share. The outer optimizer's state
+        is saved by one of them: the one with the smallest slot of those that train.
         """
         living = self._membership.view.living if self._membership.is_connected else ()
         is_first = all(place.slot >= self.slot for place in living)
-        if not self._crew.common({"saves"} if is_first else set()):
-            return SavedIsland(inner=state.inner, facts=facts_of_rounds(state))
-        return saved(state, self.programs)
+        saves_all = bool(self._crew.common({"saves"} if is_first else set()))
+        return saved(state, self.programs, optimizer=saves_all)
 
     def shared(self, state: IslandState) -> TrainState:
         """Return the training state with the outer parameters, which all islands share, in the

@@ -22,6 +22,8 @@ from zeroxla.step.state import TrainState
 
 OUTER = "outer"
 """The first key of the names of outer arrays."""
+COPY = (OUTER, "copy")
+"""The first keys of the names of the outer parameters, which all islands share."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,11 +32,12 @@ class SavedIsland:
 
     Attributes:
       inner: the training state.
-      arrays: the outer arrays by name, each stored like the parameter of the rest of its name; None
-        if another island saves them.
+      arrays: the outer arrays by name, each stored like the parameter of the rest of its name: the
+        outer parameters, and those of the outer optimizer unless another island saves them. None
+        in what a checkpoint without the optimizer's gives back.
       shapes: their natural shapes.
-      facts: `clock`, `round`, `versions`; with arrays also `numbers`, those of the outer optimizer
-        by fragment.
+      facts: `clock`, `round`, `versions`; with the outer optimizer also `numbers`, its own by
+        fragment.
     """
 
     inner: TrainState
@@ -43,23 +46,30 @@ class SavedIsland:
     facts: Mapping[str, Any] | None = None
 
 
-def saved(state: IslandState, programs: Sequence[OuterPrograms]) -> SavedIsland:
-    """Return a state in the form of a checkpoint. What wires have lost is not kept."""
-    columns = list(zip(*(jax.tree.leaves(f.opt_state) for f in state.outer), strict=True))
-    vectors = [[f.copy for f in state.outer]] + [list(c) for c in columns if c[0].ndim]
-    numbers = [[np.asarray(x).item() for x in c] for c in columns if not c[0].ndim]
+def saved(state: IslandState, programs: Sequence[OuterPrograms], *, optimizer: bool) -> SavedIsland:
+    """Return a state in the form of a checkpoint. What wires have lost is not kept.
+
+    Args:
+      state: the state.
+      programs: the programs of its fragments.
+      optimizer: whether to keep the outer optimizer's state, so that a run can go on from it.
+    """
+    vectors = [[f.copy for f in state.outer]]
+    facts: dict[str, Any] = {
+        "clock": state.clock,
+        "round": state.round,
+        "versions": list(state.versions),
+    }
+    if optimizer:
+        columns = list(zip(*(jax.tree.leaves(f.opt_state) for f in state.outer), strict=True))
+        vectors += [list(c) for c in columns if c[0].ndim]
+        facts["numbers"] = [[np.asarray(x).item() for x in c] for c in columns if not c[0].ndim]
     arrays, shapes = _form(state.inner, programs, len(vectors))
     spread = _spread(programs, state.inner)
     for kind, vector in enumerate(vectors):
         for leaf, x in spread(vector).items():
             arrays[_name(kind, _paths(state.inner)[leaf])] = x
-    facts = {**facts_of_rounds(state), "numbers": numbers}
     return SavedIsland(inner=state.inner, arrays=arrays, shapes=shapes, facts=facts)
-
-
-def facts_of_rounds(state: IslandState) -> dict[str, Any]:
-    """Return the facts of a state that are no arrays."""
-    return {"clock": state.clock, "round": state.round, "versions": list(state.versions)}
 
 
 def form_of(shapes: TrainState, programs: Sequence[OuterPrograms]) -> SavedIsland:
@@ -121,7 +131,7 @@ def _paths(state: TrainState) -> list[Path]:
 
 def _name(kind: int, path: Path) -> Path:
     """Return the name of an outer array: of the copy, or of an array of the optimizer."""
-    return (OUTER, "copy" if kind == 0 else f"optimizer {kind}", *path)
+    return (*COPY, *path) if kind == 0 else (OUTER, f"optimizer {kind}", *path)
 
 
 def _leaves(programs: Sequence[OuterPrograms]) -> list[int]:
