@@ -156,6 +156,23 @@ class TestResume:
         assert {i: found[i] for i in (1, 2, 3)} == {i: wanted[i] for i in (1, 2, 3)}
 
 
+@pytest.mark.slow
+def test_a_run_that_begins_anew_keeps_nothing_of_an_earlier_attempt(with_critic, text, tmp_path):
+    """That one ended before its first checkpoint; the reference is made from what begins now."""
+    run = tmp_path / "run"
+    shutil.copytree(with_critic, run)
+    shutil.rmtree(run / "checkpoints")
+    assert (run / "start" / "0").is_dir()
+    left = [run / "start" / "0" / "left", run / "critic" / "2" / "left"]
+    for file in left:
+        file.touch()
+    options = [*TINY, "--algorithm", "ppo", "--steps", 2, "--save-every", 2, "--seed", 3]
+    assert rlhf("--run", run, "--data", text, *options, "--resume", "auto") == 0
+    assert (run / "start" / "0").is_dir()
+    assert (run / "critic" / "2").is_dir()
+    assert not any(file.exists() for file in left)
+
+
 @pytest.fixture(scope="module")
 def trained(text, tmp_path_factory):
     """A run of `zeroxla train`."""

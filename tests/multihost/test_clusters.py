@@ -1,7 +1,7 @@
-"""Real programs start the processes: Slurm with two nodes, Open MPI, an sshd. The scripts are those
-of docs/gpus.md.
+"""Real programs start the processes: Slurm of two nodes, Open MPI, MPICH, an sshd. The scripts are
+those of docs/gpus.md.
 
-Debian has them in the packages slurmctld, slurmd, slurm-client, munge, openmpi-bin and
+Debian has them in the packages slurmctld, slurmd, slurm-client, munge, openmpi-bin, mpich and
 openssh-server. GPUs are stood in for by device files, which Slurm puts into CUDA_VISIBLE_DEVICES,
 and by what JAX is told.
 """
@@ -292,6 +292,31 @@ def test_mpirun_tells_processes_their_gpus_and_passes_the_status_on(program, mon
     assert said(out) == {i: (here, str(i)) for i in range(4)}, out
     status, out = run(2, "-c", "import sys; sys.exit(75)")
     assert status == 75, out
+
+
+def test_mpich_needs_the_coordinator_and_no_more(program):
+    needs("mpiexec.hydra")
+    says = program / "says.py"
+    asks = says.read_text().replace("initialize()", f'initialize("127.0.0.1:{free_port()}")')
+    (program / "told.py").write_text(asks)
+
+    def run(script):
+        command = ["mpiexec.hydra", "-n", "2", sys.executable, str(script)]
+        started = subprocess.Popen(
+            command,
+            env=processes.environment(CUDA_VISIBLE_DEVICES="0,1,2,3", JAX_PLATFORMS="cpu"),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        return processes.finish(started)
+
+    status, out = run(says)
+    assert status != 0
+    assert "JAX does not find the coordinator from what MPICH or Intel MPI says" in out
+    status, out = run(program / "told.py")
+    here = socket.gethostname()
+    assert said(out) == {0: (here, "0,1"), 1: (here, "2,3")}, out
 
 
 def test_mpirun_in_a_slurm_job_counts_its_own_processes(slurm):

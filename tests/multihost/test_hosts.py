@@ -54,6 +54,15 @@ LAUNCH = {
         # In a batch script, not in a step.
         ({"SLURM_JOB_ID": "17", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, None),
         (OPEN_MPI, Cluster(source="Open MPI", num_processes=4, process_id=3)),
+        (
+            {"PMI_SIZE": "4", "PMI_RANK": "3"},
+            Cluster(source="MPICH or Intel MPI", num_processes=4, process_id=3),
+        ),
+        ({"PMI_SIZE": "1", "PMI_RANK": "0"}, None),
+        (
+            {**SLURM, "PMI_SIZE": "2", "PMI_RANK": "1"},
+            Cluster(source="Slurm", num_processes=2, process_id=1),
+        ),
         ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, None),
         (
             {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "5"},

@@ -142,6 +142,20 @@ def test_processes_of_mpirun_in_a_slurm_job_are_those_of_mpirun(without):
     assert (found.source, found.num_processes, found.process_id) == ("Open MPI", 16, 7)
 
 
+def test_processes_of_mpich_do_not_train_alone_without_a_word(without):
+    """Its variables name no coordinator, so that one is asked for."""
+    without.setenv("PMI_SIZE", "4")
+    without.setenv("PMI_RANK", "1")
+    cluster = start._cluster(None, None, None)
+    message = (
+        "JAX does not find the coordinator from what MPICH or Intel MPI says; pass coordinator"
+    )
+    with pytest.raises(ValueError, match=message):
+        compat.cluster_parameters(cluster.source, None, cluster.num_processes, 1, 5)
+    cluster = start._cluster("host:1", None, None)
+    assert (cluster.coordinator, cluster.num_processes, cluster.process_id) == ("host:1", 4, 1)
+
+
 def test_gpus_are_counted_as_cuda_counts_them():
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "3, MIG-a,-1,5"}) == ["3", "MIG-a"]
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shutil
 from collections.abc import Mapping
 from typing import Any
 
@@ -112,6 +113,10 @@ class RlhfJob(Job[RlhfOptions, RlhfOutput]):
         return describe_corpus(self.start.corpus, "token")
 
     def keep(self) -> None:
+        # An attempt that ended before its first checkpoint may have begun with other options. What
+        # is there is not saved again.
+        for name in (START, CRITIC):
+            shutil.rmtree(self.path / name, ignore_errors=True)
         self.start.keep(self.path, self.options.start.init_run)
         keep_deepspeed(self.options.zero, self.path)
 

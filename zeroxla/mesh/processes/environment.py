@@ -29,6 +29,9 @@ ISLANDS_TOKEN_FILE = "ZEROXLA_ISLANDS_TOKEN_FILE"  # a file that has it
 SLOT = "ZEROXLA_SLOT"  # the number of this island
 
 
+_PMI = "MPICH or Intel MPI"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cluster:
     """The processes of a run, as far as the environment or the arguments name them.
@@ -50,10 +53,10 @@ def find_cluster(environ: Mapping[str, str] = os.environ) -> Cluster | None:
     """Return the run that this process was started as a part of; None for a single process.
 
     Looks for the variables of `zeroxla launch`, of Open MPI (`mpirun`), of a Slurm step (`srun`),
-    and of an indexed Kubernetes Job, in this order. (In a Slurm allocation `mpirun` starts its own
-    daemons by `srun`, so its processes have Slurm's variables too, of the daemons.) In a Slurm
-    allocation but outside of a step, and in a Kubernetes pod outside of an indexed Job, the process
-    counts as a single one.
+    of MPICH and Intel MPI (`mpiexec`), and of an indexed Kubernetes Job, in this order. (In a Slurm
+    allocation `mpirun` starts its own daemons by `srun`, so its processes have Slurm's variables
+    too, of the daemons.) In a Slurm allocation but outside of a step, and in a Kubernetes pod
+    outside of an indexed Job, the process counts as a single one.
 
     Raises:
       ValueError: only some of a source's variables are set, or one is not a number.
@@ -74,6 +77,10 @@ def find_cluster(environ: Mapping[str, str] = os.environ) -> Cluster | None:
     ):
         size, rank = _numbers(SLURM, ("SLURM_NTASKS", "SLURM_PROCID"), environ)
         return _several(SLURM, size, rank)
+    names = ("PMI_SIZE", "PMI_RANK")
+    if all(name in environ for name in names):  # who also needs to be told the coordinator
+        size, rank = _numbers(_PMI, names, environ)
+        return _several(_PMI, size, rank)
     if "KUBERNETES_SERVICE_HOST" in environ and "JOB_COMPLETION_INDEX" in environ:
         (rank,) = _numbers("Kubernetes", ("JOB_COMPLETION_INDEX",), environ)
         return Cluster(source="Kubernetes", process_id=rank)
