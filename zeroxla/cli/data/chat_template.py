@@ -7,10 +7,12 @@ special tokens, `raise_exception`, `strftime_now`, the filter `tojson`, and `{% 
 
 from __future__ import annotations
 
+import bisect
 import datetime
 import functools
 import itertools
 import json
+import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -329,10 +331,12 @@ def _check_written(
     there: set[Any] = set()
     places = {field[:2] for _, _, field in fields_of(text)}
     for first, end, field in fields_of(text):
+        if first == end:
+            continue
         is_answer = field.message is not None and messages[field.message]["role"] == "assistant"
-        around = {x.message for x in pieces if x.first < end and x.end > first}
+        around = pieces[bisect.bisect(pieces, first, key=operator.attrgetter("first")) - 1].message
         # The results of tools may repeat the name of a call.
-        if first < end and not (is_answer and around - {None, field.message}):
+        if not is_answer or around in (None, field.message):
             there |= {field, field[:2]} | ({field.message} if field.key in ANSWER else set())
     if tools and (None, "tools") not in there:
         raise RowError(
