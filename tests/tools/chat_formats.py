@@ -71,7 +71,9 @@ def is_learned(message: Row) -> bool:
 
 # ChatML: every role in the same frame. With marks, and without the prompt for an answer, too.
 
-_FRAME = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
+_FRAME = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
+)
 _GENERATION_PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 CHATML = _FRAME + "{% endfor %}" + _GENERATION_PROMPT
 CHATML_BARE = _FRAME + "{% endfor %}"
@@ -120,7 +122,11 @@ QWEN2 = """\
 
 
 def qwen2(row: Row) -> Parts:
-    own = [] if row["messages"][0]["role"] == "system" else ["<|im_start|>system\nYou help.<|im_end|>\n"]
+    own = (
+        []
+        if row["messages"][0]["role"] == "system"
+        else ["<|im_start|>system\nYou help.<|im_end|>\n"]
+    )
     return [*((x, False) for x in own), *chatml(row)]
 
 
@@ -521,7 +527,9 @@ def command_r(row: Row) -> Parts:
         system = text_of(said.pop(0))
     if any(m["role"] == "system" for m in said):
         raise Refused
-    listed = [f"\n{x['function']['name']}: {json.dumps(x['function']['parameters'])}" for x in tools]
+    listed = [
+        f"\n{x['function']['name']}: {json.dumps(x['function']['parameters'])}" for x in tools
+    ]
     listed = "\n\nTools:" + "".join(listed) if tools else ""
     parts = [(f"<s><|START|><|SYSTEM|>{system}{listed}<|END|>", False)]
     for m in said:

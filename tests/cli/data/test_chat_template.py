@@ -73,7 +73,9 @@ class TestTurns:
         assert turns(FORGETS, MESSAGES[1:3]) == ["(thought)Hi;"]
 
     def test_that_cannot_be_found(self):
-        pairs = "{% for a, b in messages | batch(2) %}{{ a.content ~ ':' ~ b.content }};{% endfor %}"
+        pairs = (
+            "{% for a, b in messages | batch(2) %}{{ a.content ~ ':' ~ b.content }};{% endfor %}"
+        )
         with pytest.raises(RowError, match=r"message 1 cannot be found.*\{% generation %\}"):
             turns(pairs, MESSAGES[1:])
         mixed = (
@@ -115,7 +117,9 @@ class TestTurns:
         source = "{% generation %}" + source + "{% endgeneration %}"
         assert turns(source) == ["Be kind.HelloHi2 + 2?4"]
         messages = [{"role": "assistant", "content": "no", "weight": 0}, *MESSAGES]
-        with pytest.raises(RowError, match="does not show which message its {% generation %} is of"):
+        with pytest.raises(
+            RowError, match="does not show which message its {% generation %} is of"
+        ):
             turns(source, messages)
 
     def test_the_plain_template(self):
