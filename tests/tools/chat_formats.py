@@ -3,6 +3,7 @@
 A writer knows what the model learns by itself: it returns the text in parts, each with whether the
 assistant wrote it. It never sees the template. `Refused` says that a format cannot say something.
 """
+# ruff: noqa: E501  (lines of templates are as long as in folders)
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def compare(row, name):
     except Refused:
         refused = True
     if refused:
-        with pytest.raises(RowError, match="the chat template (refuses|does not|never)"):
+        with pytest.raises(RowError, match=r"the chat template (refuses|does not|never)"):
             found(row, name)
     else:
         text, marks = found(row, name)

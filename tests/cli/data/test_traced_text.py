@@ -76,7 +76,7 @@ def test_what_is_put_together_keeps_the_origins():
     ]
     assert (a + b).replace(" ", "--").spans == [(0, 1, "A"), (3, 4, "B")]
     assert (a + b).replace("", "-") == "-a- -b-"
-    with pytest.raises(TypeError, match="concatenate|unsupported"):
+    with pytest.raises(TypeError, match=r"concatenate|unsupported"):
         a + 1
     with pytest.raises(IndexError):
         a[9]
