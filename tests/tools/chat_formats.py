@@ -632,6 +632,51 @@ def channels(row: Row) -> Parts:
     return parts
 
 
+# Results of calls stand inside the turn that called, which a loop over numbers writes.
+
+INSIDE = """\
+{%- for i in range(messages | length) %}
+    {%- set m = messages[i] %}
+    {%- if m.role == 'tool' %}{%- continue %}{%- endif %}
+    {{- '<turn|' + m.role + '>' + m.content }}
+    {%- for call in m.tool_calls or [] %}
+        {{- '<call|' + call.function.name }}
+        {%- for key, value in call.function.arguments | items %}{{- '|' ~ key ~ '=' ~ value | tojson }}{%- endfor %}
+        {{- '>' }}
+    {%- endfor %}
+    {%- set scan = namespace(on=true) %}
+    {%- for k in range(i + 1, messages | length) %}
+        {%- set follow = messages[k] %}
+        {%- if follow.role != 'tool' %}{%- set scan.on = false %}{%- endif %}
+        {%- if scan.on %}{{- '<result>' + follow.content + '</result>' }}{%- endif %}
+    {%- endfor %}
+    {{- '</turn>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<turn|assistant>' }}{%- endif %}
+"""
+
+
+def inside(row: Row) -> Parts:
+    no_thoughts(row)
+    said, parts = row["messages"], []
+    if row.get("tools"):
+        raise Refused
+    for i, m in enumerate(said):
+        if m["role"] == "tool":
+            continue
+        answer = text_of(m)
+        for name, arguments in calls_of(m):
+            pairs = (f"|{key}={json.dumps(value)}" for key, value in arguments.items())
+            answer += f"<call|{name}{''.join(pairs)}>"
+        parts += [(f"<turn|{m['role']}>", False), (answer, is_learned(m))]
+        for follow in said[i + 1 :]:
+            if follow["role"] != "tool":
+                break
+            parts.append((f"<result>{text_of(follow)}</result>", False))
+        parts.append(("</turn>", is_learned(m)))
+    return parts
+
+
 # A template that gathers its text and writes it at the end, so that no loop shows where turns are.
 
 GATHERED = """\
@@ -657,5 +702,6 @@ FORMATS = {
     "plain": Format(PLAIN, plain),
     "zephyr": Format(ZEPHYR, zephyr),
     "channels": Format(CHANNELS, channels),
+    "inside": Format(INSIDE, inside),
     "gathered": Format(GATHERED, chatml),
 }

@@ -117,9 +117,7 @@ class TestTurns:
         source = "{% generation %}" + source + "{% endgeneration %}"
         assert turns(source) == ["Be kind.HelloHi2 + 2?4"]
         messages = [{"role": "assistant", "content": "no", "weight": 0}, *MESSAGES]
-        with pytest.raises(
-            RowError, match=r"which message its \{% generation %\} is of"
-        ):
+        with pytest.raises(RowError, match=r"which message its \{% generation %\} is of"):
             turns(source, messages)
 
     def test_the_plain_template(self):

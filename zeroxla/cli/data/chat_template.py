@@ -192,6 +192,7 @@ class ChatTemplate:
         """
         name = _WITH_TOOLS if tools and _WITH_TOOLS in self._templates else "default"
         template, errors = self._templates[name], []
+        stage = 0
         tools = traced(tools, Field(None, "tools")) if tools else None
         has_calls = any(key in message for message in messages for key in CALLS)
         kinds = {type(message.get("content")) for message in messages}
@@ -202,14 +203,18 @@ class ChatTemplate:
                 for i, message in enumerate(messages)
             ]
             try:
+                stage = 0
                 text = template(said, tools, add_generation_prompt)
-                _check_written(template, text, said, tools, learned)
+                stage, there = 1, _written_fields(text, said)
+                _check_contents(text, said, there, learned)
+                stage = 2
+                _check_fields(template.names, said, tools, there)
             except RowError as error:
-                errors.append(error)
+                errors.append((stage, error))
             else:
                 return template, said, tools, text
-        # What a template leaves out says more than that it cannot take another form.
-        raise next((x for x in errors if not str(x).startswith(_REFUSES)), errors[0])
+        # The form with which the template came furthest shows what is wrong.
+        raise max(errors, key=operator.itemgetter(0))[1]
 
 
 class _Template:
@@ -249,7 +254,11 @@ class _Template:
                 found = fields.pop() if len(fields) == 1 else None
             return Traced("", [(0, 0, Loop("at", found))])
 
-        loop = {_ENTER: _place("enter"), _AT: at, _LEAVE: _place("leave")}
+        def set_to(value: Any) -> str:
+            found = places.get(id(value))
+            return "" if found is None else Traced("", [(0, 0, Loop("set", found))])
+
+        loop = {_ENTER: _place("enter"), _AT: at, _SET: set_to, _LEAVE: _place("leave")}
         try:
             return self._template.render(
                 messages=list(messages),
@@ -258,7 +267,8 @@ class _Template:
                 **loop,
             )
         except self._errors as error:
-            reason = str(error).replace(Traced.__name__, "str")
+            name = Traced.__name__
+            reason = str(error).replace(f"{Traced.__module__}.", "").replace(name, "str")
             raise RowError(f"{_REFUSES} the conversation: {reason}") from error
 
 
@@ -319,17 +329,11 @@ def _arguments(value: Any) -> Any:
     return read if isinstance(read, dict) else value
 
 
-def _check_written(
-    template: _Template,
-    text: str,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Any,
-    learned: Collection[int],
-) -> None:
-    """Check that a template's text has what the messages and tools, as it read them, say."""
+def _written_fields(text: str, messages: Sequence[Mapping[str, Any]]) -> set[Any]:
+    """Return what a text has of messages: fields, pairs of a message and a key, and messages of
+    whose answer there is something."""
     pieces = pieces_of(text)
     there: set[Any] = set()
-    places = {field[:2] for _, _, field in fields_of(text)}
     for first, end, field in fields_of(text):
         if first == end:
             continue
@@ -338,16 +342,22 @@ def _check_written(
         # The results of tools may repeat the name of a call.
         if not is_answer or around in (None, field.message):
             there |= {field, field[:2]} | ({field.message} if field.key in ANSWER else set())
+    return there
+
+
+def _check_fields(
+    names: Collection[str], messages: Sequence[Mapping[str, Any]], tools: Any, there: set[Any]
+) -> None:
+    """Check that a template, with these names in it, wrote the tools, calls and thoughts."""
     if tools and (None, "tools") not in there:
         raise RowError(
             'the row has "tools", and the chat template does not write them; leave them out, or '
             f"give a template that does ({_OPTION})"
         )
-
     for i, message in enumerate(messages):
         role = message["role"]
         for key in THOUGHTS:
-            if message.get(key) and key not in template.names and (i, key) not in there:
+            if message.get(key) and key not in names and (i, key) not in there:
                 raise RowError(
                     f'message {i} of the {role} has "{key}", which the chat template never reads; '
                     f"leave it out, rename it, or give a template that reads it ({_OPTION})"
@@ -361,14 +371,22 @@ def _check_written(
                         f"write the {what} of call {field.part[0]}; leave the row out, or give a "
                         f"template that does ({_OPTION})"
                     )
-        content = message.get("content", "")
-        is_list = isinstance(content, list)
+
+
+def _check_contents(
+    text: str, messages: Sequence[Mapping[str, Any]], there: set[Any], learned: Collection[int]
+) -> None:
+    """Check that a text has the contents of messages."""
+    places, pieces = {field[:2] for _, _, field in fields_of(text)}, pieces_of(text)
+    for i, message in enumerate(messages):
+        role, content = message["role"], message.get("content", "")
+        is_list, is_missing = isinstance(content, list), False
         if content := text_of_content(content).strip():
             # Templates may leave out the thoughts of an answer, and what is beside its calls.
             is_there = (i, "content") in there or (i in there and role == "assistant")
             mine = (text[x.first : x.end] for x in pieces if x.message == i and not is_list)
             is_missing = not is_there and not any(content in x for x in mine)
-        if (content and is_missing and (role != "assistant" or i in learned)) or (
+        if (is_missing and (role != "assistant" or i in learned)) or (
             # A list that left no place was written as Python writes lists, or passed over.
             is_list and (i, "content") not in places
         ):
@@ -385,6 +403,9 @@ def _of_messages(
     pieces, kept = pieces_of(text), []
     for first, end in spans:
         (message, *others) = {x.message for x in pieces if max(x.first, first) < min(x.end, end)}
+        if message is None and all(x.message is None for x in pieces if x.first >= first):
+            # It ends the conversation, and so the last message.
+            message = next((x.message for x in pieces[::-1] if x.message is not None), None)
         if others or message is None:
             raise RowError(
                 "not all of the assistant's messages are to be learned, and the chat template does "
@@ -464,7 +485,8 @@ _REFUSES = "the chat template refuses"
 _OPTION = "--chat-template"
 _MARK = "_mark"
 # Variables that the instrumented template reads; no template has them by chance.
-_ENTER, _AT, _LEAVE = "zeroxla_enter_loop", "zeroxla_at_item", "zeroxla_leave_loop"
+_ENTER, _LEAVE = "zeroxla_enter_loop", "zeroxla_leave_loop"
+_AT, _SET = "zeroxla_at_item", "zeroxla_set_to"
 
 
 def _environment(special: Mapping[str, str], now: datetime.datetime) -> Any:
@@ -522,25 +544,31 @@ def _environment(special: Mapping[str, str], now: datetime.datetime) -> Any:
 
 def _with_loops(node: Any) -> Any:
     """Return a template's tree that writes, as places without characters, where it enters a loop,
-    is at an item and leaves the loop; and in which `~` keeps the origins of texts, as `+` does."""
+    is at an item, sets a name and leaves the loop; and in which `~` keeps the origins of texts, as
+    `+` does."""
     from jinja2 import nodes
 
     def output(value: Any, line: int) -> Any:
         return nodes.Output([value]).set_lineno(line)
 
+    def told(name: str, child: Any) -> Any:
+        is_name = isinstance(child.target, nodes.Name)
+        value = nodes.Name(child.target.name, "load") if is_name else nodes.Const(None)
+        call = nodes.Call(nodes.Name(name, "load"), [value], [], None, None)
+        return output(call, child.lineno)
+
     def statements(child: Any) -> Iterator[Any]:
         child = _with_loops(child)
-        if not isinstance(child, nodes.For):
+        if isinstance(child, nodes.For):
+            child.body.insert(0, told(_AT, child))
+            yield output(nodes.Name(_ENTER, "load"), child.lineno)
             yield child
-            return
-        line = child.lineno
-        if isinstance(child.target, nodes.Name):
-            item = nodes.Name(child.target.name, "load")
-            at = nodes.Call(nodes.Name(_AT, "load"), [item], [], None, None)
-            child.body.insert(0, output(at, line))
-        yield output(nodes.Name(_ENTER, "load"), line)
-        yield child
-        yield output(nodes.Name(_LEAVE, "load"), line)
+            yield output(nodes.Name(_LEAVE, "load"), child.lineno)
+        elif isinstance(child, nodes.Assign):
+            yield child
+            yield told(_SET, child)
+        else:
+            yield child
 
     for name, value in node.iter_fields():
         if isinstance(value, list):
@@ -566,10 +594,10 @@ def _place(event: str) -> str:
     return Traced("", [(0, 0, Loop(event))])
 
 
-def _tojson(value: Any, indent: int | None = None, **options: Any) -> str:
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **more: Any) -> str:
     """Return JSON as it is, without the escapes that web pages need; all of it is of the origins
     that strings in it have."""
-    text = json.dumps(value, ensure_ascii=False, indent=indent, **options)
+    text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
     found = dict.fromkeys(origins(value))
     return Traced(text, [(0, len(text), x) for x in found]) if found else text
 
