@@ -8,6 +8,7 @@ assistant wrote it. It never sees the template. `Refused` says that a format can
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -659,7 +660,8 @@ INSIDE = """\
 def inside(row: Row) -> Parts:
     no_thoughts(row)
     said, parts = row["messages"], []
-    if row.get("tools"):
+    first = itertools.takewhile(lambda m: m["role"] == "tool", said)
+    if row.get("tools") or any(text_of(m).strip() for m in first):
         raise Refused
     for i, m in enumerate(said):
         if m["role"] == "tool":

@@ -26,6 +26,7 @@ MESSAGES = [
     {"role": "user", "content": "2 + 2?"},
     {"role": "assistant", "content": "4"},
 ]
+USER, ANSWER = MESSAGES[1:3]
 PLAIN = (
     "{{ bos_token }}{% for message in messages %}"
     "[{{ message['role'] }}]{{ message['content'] }}{{ eos_token }}\n"
@@ -71,6 +72,20 @@ class TestTurns:
     def test_of_a_template_that_writes_earlier_messages_otherwise(self):
         assert turns(FORGETS) == ["Hi;", "(thought)4;"]
         assert turns(FORGETS, MESSAGES[1:3]) == ["(thought)Hi;"]
+
+    def test_of_a_prompt_that_begins_a_thought(self):
+        source = (
+            "{% for m in messages %}[{{ m.role }}]{% if m.thinking %}<think>\n{{ m.thinking }}\n"
+            "</think>{% endif %}{{ m.content }}{% endfor %}"
+            "{% if add_generation_prompt %}[assistant]<think>\n{% endif %}"
+        )
+        thought = "<think>\nwhy\n</think>Hi"
+        messages = [USER, {**ANSWER, "content": thought}, USER, ANSWER, USER]
+        assert turns(source, [*messages, {**ANSWER, "thinking": "so"}]) == [
+            thought,  # a content is learned whole
+            "Hi",
+            "so\n</think>Hi",
+        ]
 
     def test_that_cannot_be_found(self):
         pairs = (
@@ -253,7 +268,6 @@ class TestFolders:
             find_template(tmp_path)
 
 
-USER, ANSWER = MESSAGES[1:3]
 CALL = {"type": "function", "function": {"name": "clock", "arguments": {"zone": "é"}}}
 CALLS = (
     "{% for m in messages %}{{ m.role }}:{{ m.content or '' }}"

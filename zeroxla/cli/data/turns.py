@@ -180,7 +180,7 @@ class _Conversation:
         self._finder, self._traced, self._text = finder, text, str.__str__(text)
         self._messages, self._tools = messages, tools
         self._pieces, self._fields = pieces_of(text), fields_of(text)
-        self._prompted: dict[Any, int] = {}
+        self._prompted: dict[Any, int] = {}  # by what is before an answer: the prompt's part of it
 
     def turn(self, i: int) -> list[tuple[int, int]]:
         """Return the places of the turn of message i. There are several if the template writes
@@ -188,12 +188,11 @@ class _Conversation:
         pieces = self._pieces_of(i)
         spans = [(x.first, x.end) for x in pieces] or [self._between_prompts(i)]
         if pieces:
-            # The prompt may end in a later piece, or in the middle of one.
-            first, last = self._first(i, pieces[0]), self._with_tail(i, pieces[-1].end)
-            spans[-1] = spans[-1][0], last
-            spans = [(max(a, first), b) for a, b in spans]
+            spans[0] = self._first(i, pieces[0]), pieces[0].end
+            spans[-1] = spans[-1][0], self._with_tail(i, pieces[-1].end)
         for a, b, field in self._fields:
-            if field.message != i and any(max(a, first) < min(b, end) for first, end in spans):
+            is_other = field.message != i and field.key != BEGIN
+            if is_other and any(max(a, first) < min(b, end) for first, end in spans):
                 raise RowError(
                     f"the chat template writes {field.key} of something else among the assistant's "
                     f"message {i}; {_REMEDY}"
@@ -211,18 +210,17 @@ class _Conversation:
         return max(begins, default=piece.first), end
 
     def prompted(self, i: int, first: int, end: int) -> int:
-        """Return the place up to which the prompt for message i gives what is between two places.
-        It is beyond them if the prompt gives more."""
+        """Return the place up to which the prompt for message i gives what is between two
+        places."""
         agrees = self._agrees(i, True)
         if agrees is None:
             return first
         place, is_whole = agrees
         if not is_whole:  # what the prompt and the answer have in common ends with a whole mark
-            place = min(place, end)
             for mark in _MARK.finditer(self._text, first, end):
                 if mark.start() < place < mark.end():
                     place = mark.start()
-        return max(first, place)
+        return max(first, min(place, end))
 
     def _pieces_of(self, i: int) -> list[Piece]:
         """Return the pieces of the one visit in which the template wrote message i; none if that is
@@ -251,7 +249,7 @@ class _Conversation:
         before = self._messages[i - 1] if i else {"role": None}
         same = (lead, before["role"], bool(before.get("tool_calls")))
         if same not in self._prompted:
-            self._prompted[same] = min(self.prompted(i, first, end), piece.end) - first
+            self._prompted[same] = self.prompted(i, first, end) - first
         begin = first + self._prompted[same]
         rest = self._text[begin:end]
         if after := max((rest.rfind(x) + len(x) for x in headers or () if x in rest), default=0):
@@ -289,10 +287,10 @@ class _Conversation:
         answer = [a for a, _, x in self._fields if x.message == i and x.key in ANSWER]
         if i + 1 == len(self._messages):
             end = len(self._text), True
-        if begin and end and begin[1] and end[1] and answer and begin[0] <= end[0]:
-            lead = self._text[begin[0] : max(begin[0], answer[0])]
-            if not any(map(str.isalnum, lead)) or self._has_prompt(i):
-                return begin[0], end[0]
+        if begin and end and begin[1] and end[1] and answer and answer[0] <= end[0]:
+            first = min(begin[0], answer[0])
+            if not any(map(str.isalnum, self._text[first : answer[0]])) or self._has_prompt(i):
+                return first, end[0]
         raise RowError(
             f"the assistant's message {i} cannot be found in what the chat template writes; "
             f"{_REMEDY}"
