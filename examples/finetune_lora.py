@@ -70,8 +70,7 @@ def main() -> None:
     engine = zeroxla.HybridEngine(step)
 
     def answer(question: str) -> str:
-        said = template.render([{"role": "user", "content": question}], add_generation_prompt=True)
-        prompt = vocabulary.encode(said.text)
+        prompt = vocabulary.encode(template.prompt([{"role": "user", "content": question}]))
         found = engine.generate(
             state,
             [prompt],

@@ -3,10 +3,12 @@
 A writer knows what the model learns by itself: it returns the text in parts, each with whether the
 assistant wrote it. It never sees the template. `Refused` says that a format cannot say something.
 """
+# ruff: noqa: E501  (lines of templates are as long as in folders)
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -71,7 +73,9 @@ def is_learned(message: Row) -> bool:
 
 # ChatML: every role in the same frame. With marks, and without the prompt for an answer, too.
 
-_FRAME = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
+_FRAME = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
+)
 _GENERATION_PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 CHATML = _FRAME + "{% endfor %}" + _GENERATION_PROMPT
 CHATML_BARE = _FRAME + "{% endfor %}"
@@ -89,6 +93,10 @@ CHATML_MARKED = """\
 """
 
 
+# The prompt for an answer comes only after others than the assistant.
+CHATML_AFTER_OTHERS = CHATML.replace("if add", "if messages[-1].role != 'assistant' and add")
+
+
 def chatml(row: Row, *, end: str = "<|im_end|>\n") -> Parts:
     no_tools(row)
     no_thoughts(row)
@@ -99,6 +107,98 @@ def chatml(row: Row, *, end: str = "<|im_end|>\n") -> Parts:
             (text_of(m) + end, is_learned(m)),
             ("<|im_end|>\n"[len(end) :], False),
         ]
+    return parts
+
+
+# As older Qwen: the first turn of the loop brings a system prompt, if the row has none.
+
+QWEN2 = """\
+{%- for message in messages %}
+    {%- if loop.first and messages[0]['role'] != 'system' %}
+        {{- '<|im_start|>system\\nYou help.<|im_end|>\\n' }}
+    {%- endif %}
+    {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+
+
+def qwen2(row: Row) -> Parts:
+    own = (
+        []
+        if row["messages"][0]["role"] == "system"
+        else ["<|im_start|>system\nYou help.<|im_end|>\n"]
+    )
+    return [*((x, False) for x in own), *chatml(row)]
+
+
+# Answers that follow each other share a frame.
+
+SHARED = """\
+{%- for m in messages %}
+    {%- set before = messages[loop.index0 - 1].role if loop.index0 else '' %}
+    {%- if m.role != 'assistant' %}{{- '<' + m.role + '>' + m.content + '</' + m.role + '>' }}
+    {%- else %}
+        {%- if before != 'assistant' %}{{- '<assistant>' }}{%- else %}{{- '\\n' }}{%- endif %}
+        {{- m.content }}
+        {%- if loop.last or loop.nextitem.role != 'assistant' %}{{- '</assistant>' }}{%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<assistant>' }}{%- endif %}
+"""
+
+
+def shared(row: Row) -> Parts:
+    no_tools(row)
+    no_thoughts(row)
+    said, parts = row["messages"], []
+    roles = ["", *(m["role"] for m in said), ""]
+    for m, before, after in zip(said, roles, roles[2:], strict=False):
+        if m["role"] != "assistant":
+            parts.append((f"<{m['role']}>{text_of(m)}</{m['role']}>", False))
+            continue
+        is_first, is_last = before != "assistant", after != "assistant"
+        parts.append(("<assistant>" * is_first, False))
+        answer = "\n" * (not is_first) + text_of(m) + "</assistant>" * is_last
+        parts.append((answer, is_learned(m)))
+    return parts
+
+
+# Alpaca and Vicuna: the question, or the prompt for an answer, brings the words before an answer.
+
+ALPACA = """\
+{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content + eos_token + '\\n\\n' }}\
+{% elif m.role == 'user' %}{{ '### Instruction:\\n' ~ m.content ~ '\\n\\n### Response:\\n' }}\
+{% else %}{{ m.content ~ '\\n\\n' }}{% endif %}{% endfor %}"""
+VICUNA = """\
+{% for m in messages %}{% if m.role == 'assistant' %}{{ 'ASSISTANT: ' + m.content + eos_token }}\
+{% elif m.role == 'user' %}{{ 'USER: %s ' % m.content }}{% else %}{{ m.content + ' ' }}{% endif %}\
+{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"""
+
+
+def alpaca(row: Row) -> Parts:
+    no_tools(row)
+    no_thoughts(row)
+    parts = []
+    for m in row["messages"]:
+        if m["role"] == "assistant":
+            parts.append((text_of(m) + "</s>\n\n", is_learned(m)))
+        elif m["role"] == "user":
+            parts.append((f"### Instruction:\n{text_of(m)}\n\n### Response:\n", False))
+        else:
+            parts.append((text_of(m) + "\n\n", False))
+    return parts
+
+
+def vicuna(row: Row) -> Parts:
+    no_tools(row)
+    no_thoughts(row)
+    parts = []
+    for m in row["messages"]:
+        if m["role"] == "assistant":
+            parts += [("ASSISTANT:", False), (f" {text_of(m)}</s>", is_learned(m))]
+        else:
+            parts.append((f"{'USER: ' * (m['role'] == 'user')}{text_of(m)} ", False))
     return parts
 
 
@@ -429,7 +529,9 @@ def command_r(row: Row) -> Parts:
         system = text_of(said.pop(0))
     if any(m["role"] == "system" for m in said):
         raise Refused
-    listed = [f"\n{x['function']['name']}: {json.dumps(x['function']['parameters'])}" for x in tools]
+    listed = [
+        f"\n{x['function']['name']}: {json.dumps(x['function']['parameters'])}" for x in tools
+    ]
     listed = "\n\nTools:" + "".join(listed) if tools else ""
     parts = [(f"<s><|START|><|SYSTEM|>{system}{listed}<|END|>", False)]
     for m in said:
@@ -531,6 +633,52 @@ def channels(row: Row) -> Parts:
     return parts
 
 
+# Results of calls stand inside the turn that called, which a loop over numbers writes.
+
+INSIDE = """\
+{%- for i in range(messages | length) %}
+    {%- set m = messages[i] %}
+    {%- if m.role == 'tool' %}{%- continue %}{%- endif %}
+    {{- '<turn|' + m.role + '>' + m.content }}
+    {%- for call in m.tool_calls or [] %}
+        {{- '<call|' + call.function.name }}
+        {%- for key, value in call.function.arguments | items %}{{- '|' ~ key ~ '=' ~ value | tojson }}{%- endfor %}
+        {{- '>' }}
+    {%- endfor %}
+    {%- set scan = namespace(on=true) %}
+    {%- for k in range(i + 1, messages | length) %}
+        {%- set follow = messages[k] %}
+        {%- if follow.role != 'tool' %}{%- set scan.on = false %}{%- endif %}
+        {%- if scan.on %}{{- '<result>' + follow.content + '</result>' }}{%- endif %}
+    {%- endfor %}
+    {{- '</turn>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<turn|assistant>' }}{%- endif %}
+"""
+
+
+def inside(row: Row) -> Parts:
+    no_thoughts(row)
+    said, parts = row["messages"], []
+    first = itertools.takewhile(lambda m: m["role"] == "tool", said)
+    if row.get("tools") or any(text_of(m).strip() for m in first):
+        raise Refused
+    for i, m in enumerate(said):
+        if m["role"] == "tool":
+            continue
+        answer = text_of(m)
+        for name, arguments in calls_of(m):
+            pairs = (f"|{key}={json.dumps(value)}" for key, value in arguments.items())
+            answer += f"<call|{name}{''.join(pairs)}>"
+        parts += [(f"<turn|{m['role']}>", False), (answer, is_learned(m))]
+        for follow in said[i + 1 :]:
+            if follow["role"] != "tool":
+                break
+            parts.append((f"<result>{text_of(follow)}</result>", False))
+        parts.append(("</turn>", is_learned(m)))
+    return parts
+
+
 # A template that gathers its text and writes it at the end, so that no loop shows where turns are.
 
 GATHERED = """\
@@ -542,6 +690,11 @@ FORMATS = {
     "chatml": Format(CHATML, chatml),
     "chatml, marked": Format(CHATML_MARKED, lambda row: chatml(row, end="<|im_end|>")),
     "chatml, no prompt": Format(CHATML_BARE, chatml),
+    "chatml, after others": Format(CHATML_AFTER_OTHERS, chatml),
+    "qwen2": Format(QWEN2, qwen2),
+    "shared": Format(SHARED, shared),
+    "alpaca": Format(ALPACA, alpaca),
+    "vicuna": Format(VICUNA, vicuna),
     "llama3": Format(LLAMA3, llama3),
     "mistral": Format(MISTRAL, mistral),
     "gemma": Format(GEMMA, gemma),
@@ -551,5 +704,6 @@ FORMATS = {
     "plain": Format(PLAIN, plain),
     "zephyr": Format(ZEPHYR, zephyr),
     "channels": Format(CHANNELS, channels),
+    "inside": Format(INSIDE, inside),
     "gathered": Format(GATHERED, chatml),
 }

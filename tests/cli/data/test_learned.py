@@ -11,9 +11,6 @@ from tools.chat_formats import FORMATS, SPECIAL, Refused
 
 from zeroxla.cli.data.bad_rows import RowError
 from zeroxla.cli.data.chat_template import ChatTemplate
-from zeroxla.cli.data.row_encoder import RowEncoder
-from zeroxla.cli.data.row_kinds import read_row
-from zeroxla.cli.data.vocabulary import Bytes
 
 TEMPLATES = {name: ChatTemplate(form.template, SPECIAL) for name, form in FORMATS.items()}
 TOOLS = [{"type": "function", "function": {"name": "clock", "parameters": {"zone": "string"}}}]
@@ -78,7 +75,9 @@ SHAPES = {
 def spoken(row, name):
     """The characters of a row in a format, and which of them are learned, as the writer says."""
     written = FORMATS[name].write(row)
-    return "".join(x for x, _ in written), "".join("^" * len(x) if y else " " * len(x) for x, y in written)
+    return "".join(x for x, _ in written), "".join(
+        "^" * len(x) if y else " " * len(x) for x, y in written
+    )
 
 
 def found(row, name):
@@ -94,7 +93,9 @@ def is_said(row, name):
     contents = [m["content"] for m in row["messages"] if m["role"] != "assistant"]
     texts = [[x] if isinstance(x, str) else [part["text"] for part in x] for x in contents]
     text = spoken(row, name)[0]
-    return all(x.strip() in text or json.dumps(x) in text for x in itertools.chain.from_iterable(texts))
+    return all(
+        x.strip() in text or json.dumps(x) in text for x in itertools.chain.from_iterable(texts)
+    )
 
 
 def compare(row, name):
@@ -104,7 +105,7 @@ def compare(row, name):
     except Refused:
         refused = True
     if refused:
-        with pytest.raises(RowError, match="the chat template (refuses|does not|never)"):
+        with pytest.raises(RowError, match=r"the chat template (refuses|does not|never)"):
             found(row, name)
     else:
         text, marks = found(row, name)

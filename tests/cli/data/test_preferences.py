@@ -80,10 +80,20 @@ class TestTargets:
         assert learned(found.rejected) == ("search[Hello][Bye]", "[Bye]")
 
     def test_a_template_that_writes_the_prompt_otherwise(self):
-        value = {"chosen": [USER, HI], "rejected": [USER, BYE]}
+        value = {"chosen": [USER, HI, USER, HI], "rejected": [USER, BYE]}
         found = encoded(value, source=CHANGED)
+        assert learned(found.chosen)[1] == "[Hi4][Hi4]"
+        assert learned(found.rejected)[1] == "[Bye2]"
+
+    def test_an_answer_that_cannot_be_found(self):
+        value = {"chosen": [USER, HI], "rejected": [USER, {**BYE, "tool_calls": [{"name": "f"}]}]}
+        found = encoded(value)
         assert isinstance(found, RowError)
-        assert str(found).startswith('"chosen": the chat template writes the messages before')
+        assert str(found).startswith('"rejected": message 1 of the assistant has "tool_calls"')
+
+    def test_messages_of_an_answer_that_are_not_to_be_learned(self):
+        value = {"chosen": [USER, {**HI, "weight": 0}, USER, HI], "rejected": [USER, BYE]}
+        assert learned(encoded(value).chosen)[1] == "Hi\0"
 
     def test_a_row_of_another_kind(self):
         encoder = encoder_of()

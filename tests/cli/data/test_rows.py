@@ -88,6 +88,23 @@ class TestKinds:
             row = row_of(read_object(json.dumps(value).encode()))
             assert row == Conversation((USER, {**calls, "content": ""}))
 
+    def test_a_weight_of_1_and_labels_of_other_things_change_nothing(self):
+        for value in (
+            {"messages": [USER, {**HI, "weight": 1}], "weight": 70},
+            {"messages": [USER, {**HI, "weight": 0}, USER, HI], "label": "maths"},
+        ):
+            assert row_of(value) == Conversation(tuple(value["messages"]))
+        assert row_of({"prompt": "a", "response": "b", "weight": 1}) == Pair("a", "b")
+
+    def test_a_table_for_kto_has_bad_rows(self, tmp_path):
+        pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+        import pyarrow.parquet as pq
+
+        lines = [{"prompt": f"{i}", "completion": "a", "label": i % 2 == 0} for i in range(4)]
+        pq.write_table(pa.Table.from_pylist(lines), tmp_path / "a.parquet")
+        with pytest.raises(ValueError, match='the row has "label": true'):
+            RowFiles([tmp_path / "a.parquet"], bad=BadRows(MANY, print))
+
     def test_preferences_between_texts(self, tmp_path, bad):
         lines = [{"prompt": "", "chosen": "a", "rejected": "b", "text": "c"}] * 2
         found = RowFiles([write_lines(tmp_path / "a.jsonl", [*lines, {"text": "c"}])], bad=bad)
@@ -166,6 +183,18 @@ BAD = [
         'message 1 of the assistant has no "content"',
     ),
     ({"messages": [{"role": "user", "content": ["a"]}]}, 'message 0 of the user has no "content"'),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+        "message 0 of the user has no \"content\" that is text: a part of it is 'image'",
+    ),
+    ({"messages": [USER, {**HI, "weight": 0.5}]}, 'has "weight": 0.5; it must be 1, to be learned'),
+    ({"messages": [USER, {**HI, "train": "no"}]}, "has \"train\": 'no'; it must be 1"),
+    ({"messages": [USER, {**HI, "weight": 0}]}, "no message of the assistant is to be learned"),
+    ({"messages": HELLO, "weight": 0}, 'the row has "weight": 0, so nothing of it is to be'),
+    ({"prompt": "a", "completion": "b", "label": False}, 'the row has "label": false, which says'),
+    ({"prompt": "a", "response": "b", "label": 1}, 'the row has "label": 1, which says whether'),
+    ({"prompt": [USER], "completion": [HI], "label": True}, 'the row has "label": true'),
+    ({"messages": HELLO, "kto_tag": True}, 'pairs with "chosen" and "rejected". Leave "kto_tag"'),
     ({"messages": HELLO[:1]}, "no message is of the assistant, so there is nothing to learn"),
     ({"messages": HELLO, "tools": "search"}, '"tools" is a JSON string; it must be an array'),
     ({"chosen": "a", "prompt": "b"}, 'the row has "chosen" and no "rejected"'),

@@ -289,12 +289,16 @@ class TestPromptOfATemplate:
         ]
         template = ChatTemplate(source, {})
         assert template.prompt(messages) == "ace>"
-        with pytest.raises(RowError, match="mark the turns"):
-            template.render(messages)
 
     def test_without_text(self):
         with pytest.raises(RowError, match="makes no text of the conversation"):
-            ChatTemplate("", {}).prompt([{"role": "user", "content": "a"}])
+            ChatTemplate("", {}).prompt([{"role": "user", "content": ""}])
+
+    def test_says_all_that_the_row_does(self):
+        source = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+        messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]
+        with pytest.raises(RowError, match='content of message 0, whose role is "system"'):
+            ChatTemplate(source, {}).prompt(messages)
 
 
 class TestOfARun:

@@ -12,7 +12,7 @@ from tools.quick import quick_compilation  # noqa: F401
 from tools.rows import mixed_rows, write_lines
 from tools.train import check_refused, copy_at, train, train_as_a_user, values
 
-from zeroxla.cli.data.chat_template import DEFAULT
+from zeroxla.cli.data.chat_template import DEFAULT, read_template
 from zeroxla.cli.train import model
 from zeroxla.cli.train.make_task import make_task
 from zeroxla.cli.train.options import RowsOptions, TextOptions, TrainOptions
@@ -131,7 +131,9 @@ class TestTask:
             json.dumps({**said, "bos_token_id": 0, "eos_token_id": 1})
         )
         template = "{% for m in messages %}{{ m.content }} {% endfor %}"
-        config = {"chat_template": template, "bos_token": "<s>"}
+        several = {"default": template, "tool_use": "{{ tools[0] }}" + template}
+        named = [{"name": name, "template": source} for name, source in several.items()]
+        config = {"chat_template": named, "bos_token": "<s>"}
         (init / "tokenizer_config.json").write_text(json.dumps(config))
         file = write_lines(tmp_path / "a.jsonl", mixed_rows(60)[::3])
         usual = options_of(file)
@@ -149,6 +151,7 @@ class TestTask:
         again = make_task(options, run, print)
         assert again.record() == task.record()
         assert (run / "chat_template.jinja").read_text() == template
+        assert read_template(run / "chat_template.jinja") == several
 
 
 class TestRefused:

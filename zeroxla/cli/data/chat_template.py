@@ -7,29 +7,21 @@ special tokens, `raise_exception`, `strftime_now`, the filter `tojson`, and `{% 
 
 from __future__ import annotations
 
+import bisect
 import datetime
-import functools
 import itertools
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from zeroxla.cli.data.bad_rows import RowError
 from zeroxla.cli.data.row_values import CALLS, THOUGHTS, WEIGHTS, is_learned, text_of_content
-from zeroxla.cli.data.traced_text import Traced, concat, origins, traced
-from zeroxla.cli.data.turns import (
-    ANSWER,
-    BEGIN,
-    GENERATION,
-    Field,
-    Loop,
-    TurnFinder,
-    fields_of,
-    pieces_of,
-)
+from zeroxla.cli.data.traced_template import TracedTemplate, environment_of
+from zeroxla.cli.data.traced_text import origins, traced
+from zeroxla.cli.data.turns import ANSWER, GENERATION, Field, fields_of, pieces_of
 from zeroxla.cli.data.vocabulary import special_tokens, tokenizer_config
-from zeroxla.program.extras import extra
 
 TEMPLATE = "chat_template.jinja"
 MORE_TEMPLATES = "additional_chat_templates"
@@ -105,10 +97,10 @@ class ChatTemplate:
         now: datetime.datetime = NOW,
     ) -> None:
         self.sources = {"default": source} if isinstance(source, str) else dict(source)
-        environment = _environment(special, now)
+        environment = environment_of(special, now)
         used = ("default", _WITH_TOOLS)
         self._templates = {
-            x: _Template(environment, self.sources[x]) for x in used if x in self.sources
+            x: TracedTemplate(environment, self.sources[x]) for x in used if x in self.sources
         }
 
     @property
@@ -181,7 +173,7 @@ class ChatTemplate:
         tools: Sequence[Any] | None,
         add_generation_prompt: bool,
         learned: Collection[int],
-    ) -> tuple[_Template, list[dict[str, Any]], Any, str]:
+    ) -> tuple[TracedTemplate, list[dict[str, Any]], Any, str]:
         """Return the template that is used, the messages and tools as it reads them, and its text.
 
         Contents may be text or parts, and arguments of calls objects or JSON text. A template may
@@ -190,6 +182,7 @@ class ChatTemplate:
         """
         name = _WITH_TOOLS if tools and _WITH_TOOLS in self._templates else "default"
         template, errors = self._templates[name], []
+        stage = 0
         tools = traced(tools, Field(None, "tools")) if tools else None
         has_calls = any(key in message for message in messages for key in CALLS)
         kinds = {type(message.get("content")) for message in messages}
@@ -200,64 +193,18 @@ class ChatTemplate:
                 for i, message in enumerate(messages)
             ]
             try:
+                stage = 0
                 text = template(said, tools, add_generation_prompt)
-                _check_written(template, text, said, tools, learned)
+                stage, there = 1, _written_fields(text, said)
+                _check_contents(text, said, there, learned)
+                stage = 2
+                _check_fields(template.names, said, tools, there)
             except RowError as error:
-                errors.append(error)
+                errors.append((stage, error))
             else:
                 return template, said, tools, text
-        # What a template leaves out says more than that it cannot take another form.
-        raise next((x for x in errors if not str(x).startswith(_REFUSES)), errors[0])
-
-
-class _Template:
-    """A template that Jinja2 has compiled. Its texts are `Traced`: fields of messages, loops over
-    messages, and what `{% generation %}` encloses."""
-
-    def __init__(self, environment: Any, source: str) -> None:
-        import jinja2
-        import jinja2.nodes
-
-        try:
-            tree = environment.parse(source)
-            self.names = _names(tree)
-            self.marks_turns = any(
-                node.name == _MARK for node in tree.find_all(jinja2.nodes.ExtensionAttribute)
-            )
-            self._template = environment.from_string(_with_loops(tree).set_environment(environment))
-        except jinja2.TemplateSyntaxError as error:
-            raise ValueError(
-                f"the chat template is no Jinja2 (line {error.lineno}: {error.message}); correct it"
-            ) from error
-        self._errors = (
-            *(jinja2.TemplateError, TypeError, ValueError, AttributeError),
-            *(LookupError, ArithmeticError, RecursionError),
-        )
-        self.turns = TurnFinder(self)
-
-    def __call__(
-        self, messages: Sequence[Mapping[str, Any]], tools: Any, add_generation_prompt: bool
-    ) -> str:
-        places = {id(message): i for i, message in enumerate(messages)}
-
-        def at(item: Any) -> str:
-            found = places.get(id(item))
-            if found is None and isinstance(item, Mapping):  # made of a message by the template
-                fields = {x.message for x in origins(item) if isinstance(x, Field)}
-                found = fields.pop() if len(fields) == 1 else None
-            return Traced("", [(0, 0, Loop("at", found))])
-
-        loop = {_ENTER: _place("enter"), _AT: at, _LEAVE: _place("leave")}
-        try:
-            return self._template.render(
-                messages=list(messages),
-                tools=tools,
-                add_generation_prompt=add_generation_prompt,
-                **loop,
-            )
-        except self._errors as error:
-            reason = str(error).replace(Traced.__name__, "str")
-            raise RowError(f"{_REFUSES} the conversation: {reason}") from error
+        # The form with which the template came furthest shows what is wrong.
+        raise max(errors, key=operator.itemgetter(0))[1]
 
 
 def _as_read(message: Mapping[str, Any], i: int, *, form: str, as_text: bool) -> dict[str, Any]:
@@ -317,33 +264,35 @@ def _arguments(value: Any) -> Any:
     return read if isinstance(read, dict) else value
 
 
-def _check_written(
-    template: _Template,
-    text: str,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Any,
-    learned: Collection[int],
-) -> None:
-    """Check that a template's text has what the messages and tools, as it read them, say."""
+def _written_fields(text: str, messages: Sequence[Mapping[str, Any]]) -> set[Any]:
+    """Return what a text has of messages: fields, pairs of a message and a key, and messages of
+    whose answer there is something."""
     pieces = pieces_of(text)
     there: set[Any] = set()
-    places = {field[:2] for _, _, field in fields_of(text)}
     for first, end, field in fields_of(text):
+        if first == end:
+            continue
         is_answer = field.message is not None and messages[field.message]["role"] == "assistant"
-        around = {x.message for x in pieces if x.first < end and x.end > first}
+        around = pieces[bisect.bisect(pieces, first, key=operator.attrgetter("first")) - 1].message
         # The results of tools may repeat the name of a call.
-        if first < end and not (is_answer and around - {None, field.message}):
+        if not is_answer or around in (None, field.message):
             there |= {field, field[:2]} | ({field.message} if field.key in ANSWER else set())
+    return there
+
+
+def _check_fields(
+    names: Collection[str], messages: Sequence[Mapping[str, Any]], tools: Any, there: set[Any]
+) -> None:
+    """Check that a template, with these names in it, wrote the tools, calls and thoughts."""
     if tools and (None, "tools") not in there:
         raise RowError(
             'the row has "tools", and the chat template does not write them; leave them out, or '
             f"give a template that does ({_OPTION})"
         )
-
     for i, message in enumerate(messages):
         role = message["role"]
         for key in THOUGHTS:
-            if message.get(key) and key not in template.names and (i, key) not in there:
+            if message.get(key) and key not in names and (i, key) not in there:
                 raise RowError(
                     f'message {i} of the {role} has "{key}", which the chat template never reads; '
                     f"leave it out, rename it, or give a template that reads it ({_OPTION})"
@@ -357,14 +306,22 @@ def _check_written(
                         f"write the {what} of call {field.part[0]}; leave the row out, or give a "
                         f"template that does ({_OPTION})"
                     )
-        content = message.get("content", "")
-        is_list = isinstance(content, list)
+
+
+def _check_contents(
+    text: str, messages: Sequence[Mapping[str, Any]], there: set[Any], learned: Collection[int]
+) -> None:
+    """Check that a text has the contents of messages."""
+    places, pieces = {field[:2] for _, _, field in fields_of(text)}, pieces_of(text)
+    for i, message in enumerate(messages):
+        role, content = message["role"], message.get("content", "")
+        is_list, is_missing = isinstance(content, list), False
         if content := text_of_content(content).strip():
             # Templates may leave out the thoughts of an answer, and what is beside its calls.
             is_there = (i, "content") in there or (i in there and role == "assistant")
             mine = (text[x.first : x.end] for x in pieces if x.message == i and not is_list)
             is_missing = not is_there and not any(content in x for x in mine)
-        if (content and is_missing and (role != "assistant" or i in learned)) or (
+        if (is_missing and (role != "assistant" or i in learned)) or (
             # A list that left no place was written as Python writes lists, or passed over.
             is_list and (i, "content") not in places
         ):
@@ -381,6 +338,9 @@ def _of_messages(
     pieces, kept = pieces_of(text), []
     for first, end in spans:
         (message, *others) = {x.message for x in pieces if max(x.first, first) < min(x.end, end)}
+        if message is None and all(x.message is None for x in pieces if x.first >= first):
+            # It ends the conversation, and so the last message.
+            message = next((x.message for x in pieces[::-1] if x.message is not None), None)
         if others or message is None:
             raise RowError(
                 "not all of the assistant's messages are to be learned, and the chat template does "
@@ -456,121 +416,4 @@ def _with_default(found: Mapping[Any, Any], folder: Path) -> dict[str, str]:
     return named
 
 
-_REFUSES = "the chat template refuses"
 _OPTION = "--chat-template"
-_MARK = "_mark"
-# Variables that the instrumented template reads; no template has them by chance.
-_ENTER, _AT, _LEAVE = "zeroxla_enter_loop", "zeroxla_at_item", "zeroxla_leave_loop"
-
-
-def _environment(special: Mapping[str, str], now: datetime.datetime) -> Any:
-    """Return Jinja2's environment of templates, which keeps the origins of texts."""
-    with extra("text", "chat templates need"):
-        import jinja2.ext
-        import jinja2.nodes
-        import jinja2.sandbox
-
-    class Generation(jinja2.ext.Extension):
-        """Traces what `{% generation %}` encloses."""
-
-        tags = {"generation"}  # noqa: RUF012  (so Jinja2 declares it)
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            call = self.call_method(_MARK)
-            return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
-
-        def _mark(self, caller: Any) -> str:
-            text = caller()
-            return Traced(text, [*getattr(text, "spans", ()), (0, len(text), GENERATION)])
-
-    class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-        concat = staticmethod(concat)  # of what a template, a block or a macro writes
-
-        def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-            text = getattr(function, "__self__", None)
-            if isinstance(text, str) and getattr(function, "__name__", "") == "join":
-                function = Traced(text, getattr(text, "spans", ())).join  # of a literal, too
-            return super().call(context, function, *args, **kwargs)
-
-    environment = Environment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=["jinja2.ext.loopcontrols", Generation],
-    )
-    join = environment.filters["join"]
-
-    @functools.wraps(join)
-    def traced_join(context: Any, value: Any, d: str = "", attribute: Any = None) -> str:
-        return join(context, value, Traced(d), attribute)
-
-    environment.filters |= {"tojson": _tojson, "join": traced_join}
-    environment.globals |= {
-        "raise_exception": _raise,
-        "strftime_now": now.strftime,
-        "eos_token": "",
-        **special,
-        BEGIN: traced(special.get(BEGIN, ""), Field(None, BEGIN)),
-    }
-    return environment
-
-
-def _with_loops(node: Any) -> Any:
-    """Return a template's tree that writes, as places without characters, where it enters a loop,
-    is at an item and leaves the loop; and in which `~` keeps the origins of texts, as `+` does."""
-    from jinja2 import nodes
-
-    def output(value: Any, line: int) -> Any:
-        return nodes.Output([value]).set_lineno(line)
-
-    def statements(child: Any) -> Iterator[Any]:
-        child = _with_loops(child)
-        if not isinstance(child, nodes.For):
-            yield child
-            return
-        line = child.lineno
-        if isinstance(child.target, nodes.Name):
-            item = nodes.Name(child.target.name, "load")
-            at = nodes.Call(nodes.Name(_AT, "load"), [item], [], None, None)
-            child.body.insert(0, output(at, line))
-        yield output(nodes.Name(_ENTER, "load"), line)
-        yield child
-        yield output(nodes.Name(_LEAVE, "load"), line)
-
-    for name, value in node.iter_fields():
-        if isinstance(value, list):
-            children = [statements(x) if isinstance(x, nodes.Node) else (x,) for x in value]
-            setattr(node, name, list(itertools.chain.from_iterable(children)))
-        elif isinstance(value, nodes.Node):
-            setattr(node, name, _with_loops(value))
-    if isinstance(node, nodes.Concat):
-        texts = [nodes.Filter(x, "string", [], [], None, None) for x in node.nodes]
-        return functools.reduce(nodes.Add, texts).set_lineno(node.lineno)
-    return node
-
-
-def _names(tree: Any) -> set[str]:
-    """Return the names and the words that a template has: it reads no others."""
-    from jinja2 import nodes
-
-    words = {x.attr for x in tree.find_all(nodes.Getattr)}
-    return words | {x.value for x in tree.find_all(nodes.Const) if isinstance(x.value, str)}
-
-
-def _place(event: str) -> str:
-    return Traced("", [(0, 0, Loop(event))])
-
-
-def _tojson(value: Any, indent: int | None = None, **options: Any) -> str:
-    """Return JSON as it is, without the escapes that web pages need; all of it is of the origins
-    that strings in it have."""
-    text = json.dumps(value, ensure_ascii=False, indent=indent, **options)
-    found = dict.fromkeys(origins(value))
-    return Traced(text, [(0, len(text), x) for x in found]) if found else text
-
-
-def _raise(message: str) -> None:
-    import jinja2
-
-    raise jinja2.TemplateError(message)

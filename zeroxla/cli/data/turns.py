@@ -45,8 +45,8 @@ class Loop(NamedTuple):
     """A place in the text where the template was at a loop.
 
     Attributes:
-      event: "enter" it, "leave" it, or "at" an item.
-      message: the message that the item is, or is of; None for others.
+      event: "enter" it, "leave" it, be "at" an item, or "set" a name to a message.
+      message: the message that the item or the value is, or is of; None for others.
     """
 
     event: str
@@ -60,12 +60,18 @@ GENERATION = "generation"
 
 
 class Piece(NamedTuple):
-    """A part of the text, and the message whose turn it was in the template's loop; None outside of
-    loops over messages."""
+    """A part of the text.
+
+    Attributes:
+      first, end: its place.
+      message: the message that the template was at; None outside of loops over messages.
+      visit: tells apart the times that loops were at a message.
+    """
 
     first: int
     end: int
     message: int | None
+    visit: int
 
 
 def fields_of(text: str) -> list[tuple[int, int, Field]]:
@@ -74,28 +80,44 @@ def fields_of(text: str) -> list[tuple[int, int, Field]]:
 
 
 def pieces_of(text: str) -> list[Piece]:
-    """Cut a text where the template's loop went from one message to another."""
+    """Cut a text where the template's loops went from one message to another."""
     pieces: list[Piece] = []
-    loops: list[int | None] = []  # the message of each loop that the template is in
+    outside = _Now(None, 0, True)
+    loops: list[_Now] = []  # that the template is in
     place = 0
-    for first, _, origin in (*getattr(text, "spans", ()), (len(text), 0, Loop("end"))):
+    for visit, (first, _, origin) in enumerate(
+        (*getattr(text, "spans", ()), (len(text), 0, Loop("end"))), 1
+    ):
         if not isinstance(origin, Loop):
             continue
-        message = loops[-1] if loops else None
+        now = loops[-1] if loops else outside
         if first > place:
-            if pieces and pieces[-1].message == message:
+            if pieces and pieces[-1].visit == now.visit:
                 pieces[-1] = pieces[-1]._replace(end=first)
             else:
-                pieces.append(Piece(place, first, message))
+                pieces.append(Piece(place, first, now.message, now.visit))
             place = first
         if origin.event == "enter":
-            loops.append(message)
+            loops.append(now)
         elif origin.event == "leave" and loops:
             loops.pop()
         elif origin.event == "at" and loops:
-            around = loops[-2] if len(loops) > 1 else None
-            loops[-1] = around if origin.message is None else origin.message
+            around = loops[-2] if len(loops) > 1 else outside
+            if origin.message in (None, around.message):
+                loops[-1] = around._replace(is_settled=origin.message is not None)
+            else:
+                loops[-1] = _Now(origin.message, visit, True)
+        elif origin.event == "set" and loops and not now.is_settled:  # in a loop over numbers
+            loops[-1] = _Now(origin.message, visit, True)
     return pieces
+
+
+class _Now(NamedTuple):
+    """The message that a loop is at, the visit, and whether an item or a name has said so."""
+
+    message: int | None
+    visit: int
+    is_settled: bool
 
 
 class TurnFinder:
@@ -117,7 +139,7 @@ class TurnFinder:
           RowError: a turn cannot be found.
         """
         found = _Conversation(self, text, messages, tools)
-        spans = [found.turn(i) for i in sorted(wanted)]
+        spans = [span for i in sorted(wanted) for span in found.turn(i)]
         return [(first, end) for first, end in spans if first < end]
 
     @functools.cached_property
@@ -158,54 +180,57 @@ class _Conversation:
         self._finder, self._traced, self._text = finder, text, str.__str__(text)
         self._messages, self._tools = messages, tools
         self._pieces, self._fields = pieces_of(text), fields_of(text)
-        self._prompted: dict[Any, int] = {}
+        self._prompted: dict[Any, int] = {}  # by what is before an answer: the prompt's part of it
 
-    def turn(self, i: int) -> tuple[int, int]:
-        """Return the place of the turn of message i."""
-        piece = self._piece(i)
-        if piece is None:
-            first, end = self._between_prompts(i)
-        else:
-            first, end = self._first(i, piece), self._with_tail(i, piece.end)
+    def turn(self, i: int) -> list[tuple[int, int]]:
+        """Return the places of the turn of message i. There are several if the template writes
+        other messages, such as results of its calls, among it."""
+        pieces = self._pieces_of(i)
+        spans = [(x.first, x.end) for x in pieces] or [self._between_prompts(i)]
+        if pieces:
+            spans[0] = self._first(i, pieces[0]), pieces[0].end
+            spans[-1] = spans[-1][0], self._with_tail(i, pieces[-1].end)
         for a, b, field in self._fields:
-            if field.message != i and max(a, first) < min(b, end):
+            is_other = field.message != i and field.key != BEGIN
+            if is_other and any(max(a, first) < min(b, end) for first, end in spans):
                 raise RowError(
                     f"the chat template writes {field.key} of something else among the assistant's "
                     f"message {i}; {_REMEDY}"
                 )
-        return first, end
+        return spans
 
     def lead(self, i: int) -> tuple[int, int] | None:
         """Return the place of what the template writes for message i before its first field, after
         the token that begins the text."""
-        piece = self._piece(i)
-        if piece is None:
+        if not (pieces := self._pieces_of(i)):
             return None
+        piece = pieces[0]
         end = min(self._answer(i, piece), default=piece.end)
         begins = (b for _, b, x in self._fields if x.key == BEGIN and piece.first <= b <= end)
         return max(begins, default=piece.first), end
 
     def prompted(self, i: int, first: int, end: int) -> int:
-        """Return the place up to which the prompt for message i gives what is between two places.
-        It is beyond them if the prompt gives more."""
+        """Return the place up to which the prompt for message i gives what is between two
+        places."""
         agrees = self._agrees(i, True)
         if agrees is None:
             return first
         place, is_whole = agrees
         if not is_whole:  # what the prompt and the answer have in common ends with a whole mark
-            place = min(place, end)
             for mark in _MARK.finditer(self._text, first, end):
                 if mark.start() < place < mark.end():
                     place = mark.start()
-        return max(first, place)
+        return max(first, min(place, end))
 
-    def _piece(self, i: int) -> Piece | None:
-        """Return the one piece of the text that is of message i; None if there is none."""
+    def _pieces_of(self, i: int) -> list[Piece]:
+        """Return the pieces of the one visit in which the template wrote message i; none if that is
+        not clear."""
         pieces = [x for x in self._pieces if x.message == i]
-        with_fields = [x for x in pieces if self._answer(i, x)]
+        with_fields = {x.visit for x in pieces if self._answer(i, x)}
         # Loops that only look something up may leave white space behind.
-        pieces = with_fields or [x for x in pieces if self._text[x.first : x.end].strip()]
-        return pieces[0] if len(pieces) == 1 else None
+        written = {x.visit for x in pieces if self._text[x.first : x.end].strip()}
+        visits = with_fields or written
+        return [x for x in pieces if x.visit in visits] if len(visits) == 1 else []
 
     def _answer(self, i: int, piece: Piece) -> list[int]:
         """Return the places where fields of an answer begin in a piece."""
@@ -224,7 +249,7 @@ class _Conversation:
         before = self._messages[i - 1] if i else {"role": None}
         same = (lead, before["role"], bool(before.get("tool_calls")))
         if same not in self._prompted:
-            self._prompted[same] = min(self.prompted(i, first, end), piece.end) - first
+            self._prompted[same] = self.prompted(i, first, end) - first
         begin = first + self._prompted[same]
         rest = self._text[begin:end]
         if after := max((rest.rfind(x) + len(x) for x in headers or () if x in rest), default=0):
@@ -262,10 +287,10 @@ class _Conversation:
         answer = [a for a, _, x in self._fields if x.message == i and x.key in ANSWER]
         if i + 1 == len(self._messages):
             end = len(self._text), True
-        if begin and end and begin[1] and end[1] and answer and begin[0] <= end[0]:
-            lead = self._text[begin[0] : max(begin[0], answer[0])]
-            if not any(map(str.isalnum, lead)) or self._has_prompt(i):
-                return begin[0], end[0]
+        if begin and end and begin[1] and end[1] and answer and answer[0] <= end[0]:
+            first = min(begin[0], answer[0])
+            if not any(map(str.isalnum, self._text[first : answer[0]])) or self._has_prompt(i):
+                return first, end[0]
         raise RowError(
             f"the assistant's message {i} cannot be found in what the chat template writes; "
             f"{_REMEDY}"
