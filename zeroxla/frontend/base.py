@@ -13,6 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zeroxla.mesh.axes import BATCH_AXES
+from zeroxla.program.compat import axes_of_one
 from zeroxla.program.paths import Path, paths_of
 
 Tree = dict[str, Any]
@@ -130,6 +132,24 @@ class AdaptsItself(abc.ABC):
         Args:
           loss: the argument `loss` of `make_step`; None means the model's own loss.
         """
+
+
+def with_axes_of_one(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function in which the mesh axes `node` and `device` are bound, with length 1.
+
+    A loss may name them, and linen calls the loss while parameters are made, which is no work of
+    several devices.
+
+    Args:
+      fun: a function of arrays that returns a pytree of arrays.
+    """
+
+    def bound(*args: Any) -> Any:
+        with axes_of_one(BATCH_AXES) as name:
+            found = jax.vmap(fun, in_axes=None, axis_size=1, axis_name=name)(*args)
+        return jax.tree.map(lambda x: x[0], found)
+
+    return bound
 
 
 def stream_key(key: jax.Array, name: str) -> jax.Array:
