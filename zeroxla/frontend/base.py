@@ -21,6 +21,24 @@ Tree = dict[str, Any]
 """Nested dicts with string keys and arrays as leaves."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Containers:
+    """The lists, tuples and dicts in which a model has its parameters.
+
+    Attributes:
+      paths: the path of each leaf, in the tree's order.
+      tree: the structure of the model's own tree.
+    """
+
+    paths: tuple[Path, ...]
+    tree: Any
+
+    def filled(self, params: Tree) -> Any:
+        """Return nested dicts of parameters as the model has them."""
+        leaves = to_flat(params)
+        return self.tree.unflatten([leaves[path] for path in self.paths])
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Caching:
     """The calls of a module that keeps a cache of keys and values in its own variables.
@@ -68,6 +86,9 @@ class Adapted:
     `indices`: the paths of those names that are whole numbers or tuples in the model itself, as
     the items of an nnx list are, and the statistics of `nnx.SpectralNorm`.
 
+    `containers()`: how parameters lie in the lists and tuples of a pair of functions; None if they
+    lie in nested dicts. Known after `init` was traced.
+
     `overwritten(path)`: whether the gradient of this leaf of the model state is its new value, as
     the scales of fp8 dots are; see `OVERWRITE_WITH_GRADIENT`.
 
@@ -94,6 +115,7 @@ class Adapted:
     context: int | None = None
     vocabulary: int | None = None
     indices: tuple[Path, ...] = ()
+    containers: Callable[[], Containers | None] = lambda: None
     overwritten: Callable[[Path], bool] = lambda path: False
     sown: Callable[[Path], bool] = lambda path: False
     frozen: tuple[str, ...] = ()
