@@ -345,7 +345,10 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("scores", "message"),
         thinned(
-            [(np.array([np.nan, *[0.0] * 15]), r"of the rows \[0\] is not finite")],
+            [
+                (np.array([np.nan, *[0.0] * 15]), r"of the rows \[0\] is not finite"),
+                (["x"] * 16, r"the reward returned \['x', .* are no numbers"),
+            ],
             slow=[(np.zeros(3), r"of the shape \(3,\) for 16 responses")],
             rows=True,
         ),

@@ -122,21 +122,60 @@ def test_what_is_no_name(mesh24, names, message):
         zeroxla.make_step(Synced("batch"), mesh24, loss=loss, axis_names=names)
 
 
-def test_what_has_no_axes_is_named():
-    """Nothing is known while parameters are initialised, nor in a trace that is cut into stages."""
-    names = {"batch": ("node", "device")}
+@pytest.mark.parametrize(
+    ("axes", "names"),
+    [(("node", "device"), None), ("batch", {"batch": ("node", "device")})],
+    ids=["own", "named"],
+)
+def test_collectives_in_a_loss_function(mesh24, axes, names):
+    """A contrastive loss of the whole batch. It is called while parameters are made, too."""
 
-    class Always(nn.Module):
+    class Towers(nn.Module):
         @nn.compact
-        def __call__(self, x, train):
-            return jax.lax.pmean(nn.Dense(2)(x), "batch")
+        def __call__(self, x):
+            return nn.Dense(4)(x[:, :3]), nn.Dense(4)(x[:, 3:])
 
-    step = zeroxla.make_step(Always(), zeroxla.make_mesh(nodes=2), loss=loss, axis_names=names)
-    with pytest.raises(ValueError, match=r"the axis 'batch' where it has no meaning\. While para"):
-        step.init(jax.random.key(0), X)
+    def contrast(u, every, numbers):
+        return optax.softmax_cross_entropy_with_integer_labels(u @ every.T, numbers).mean()
+
+    def own(apply, x, *, train):
+        u, v = apply(x)
+        every = jax.lax.all_gather(v, axes, tiled=True)
+        first = jax.lax.axis_index(axes) * len(u)
+        assert jax.lax.psum(jnp.ones(()), axes).shape == ()
+        return contrast(u, every, first + jnp.arange(len(u)))
+
+    def whole(params):
+        u, v = Towers().apply({"params": params}, X)
+        return contrast(u, v, jnp.arange(len(u)))
+
+    step = zeroxla.make_step(Towers(), mesh24, optax.sgd(0.1), loss=own, axis_names=names)
+    state = step.init(KEY, X)
+    wanted, wanted_grads = jax.value_and_grad(whole)(zeroxla.full_params(state))
+    value, grads = step.grad(state, X)
+    np.testing.assert_allclose(value, wanted, rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted_grads), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(step.eval(state, X)["loss"], wanted, rtol=1e-5)
+    assert step.model_flops() > 0
+    step.describe()
+
+
+def test_a_pipeline_knows_no_axes():
     mesh = zeroxla.make_mesh(nodes=2, pipe=2)
+
+    def summed(apply, x, *, train):
+        return jax.lax.pmean(apply(x).mean(), "node")
+
+    layers = zeroxla.Pipeline.from_model(nn.Sequential([nn.Dense(4), nn.Dense(4)]), summed)
+    with pytest.raises(ValueError, match=r"the axis 'node' where it has no meaning"):
+        zeroxla.make_step(layers, mesh).init(KEY, X)
     with pytest.raises(ValueError, match=r"pipe=2: a pipeline cuts the trace .* use pipe=1"):
-        zeroxla.make_step(zeroxla.Pipeline.from_model(GPT.tiny()), mesh, axis_names=names)
+        zeroxla.make_step(
+            zeroxla.Pipeline.from_model(GPT.tiny()),
+            mesh,
+            axis_names={"batch": ("node", "device")},
+        )
 
 
 def test_names_have_no_meaning_elsewhere(mesh24):

@@ -121,7 +121,7 @@ def test_gradients_are_those_of_plain_jax(kind, axis):
     np.testing.assert_allclose(value, values.mean(), rtol=1e-4 if kind is solved else 1e-5)
     for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True):
         a, b = np.asarray(a), np.asarray(b.mean(0))
-        assert np.abs(a - b).max() <= (1e-4 if kind is solved else 1e-5) * np.abs(b).max()
+        assert np.abs(a - b).max() <= (1e-3 if kind is solved else 1e-5) * np.abs(b).max()
 
 
 @pytest.mark.parametrize("axis", [None, "tensor", "pipe"])

@@ -110,6 +110,7 @@ def rebuild(like: TrainState, arrays: Mapping[Path, Any], *, key: str) -> TrainS
         wire_state=_wire_state(like, arrays),
         placements=like.placements,
         indices=like.indices,
+        containers=like.containers,
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import optax
 
 from zeroxla.config.feedback import Feedback
+from zeroxla.config.keywords import names_options
 from zeroxla.config.offload import Offload
 from zeroxla.config.outer import Outer
 from zeroxla.config.presets import DIFFERENCES, TWO_LEVELS, ZEROPP, streaming
@@ -29,6 +30,7 @@ PERSISTENT = 100_000
 UNQUANTIZED = (r"(?i)(embed|wte|wpe|pos_emb|tok_emb|norm|(^|/)ln)",)
 
 
+@names_options
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ZeroConfig:
     """How a model is sharded, gathered, reduced and stepped.

@@ -119,6 +119,7 @@ class LoopRunner:
         *,
         key: jax.Array | None,
         earlier: Any,
+        counts: jax.Array | None,
     ) -> tuple[dict[Value, jax.Array], dict[Value, jax.Array]]:
         """Return the cotangents of whole leaves and inputs, and the stacked leaves' gradient
         shards."""
@@ -152,7 +153,14 @@ class LoopRunner:
             inputs = dict(zip((*const_vars, *x_vars), (*consts, *others), strict=True))
             reductions = Reductions(self.reduces, self.body.routes, holds=holds)
             grads, input_cts = self.body.backward(
-                layer, inputs, tape, out_cts, key=key, earlier=earlier, reductions=reductions
+                layer,
+                inputs,
+                tape,
+                out_cts,
+                key=key,
+                earlier=earlier,
+                counts=counts,
+                reductions=reductions,
             )
             cts = {v: ct for v, ct in zip(plan.inputs, input_cts, strict=True) if ct is not None}
             carry_cts = [_ct(cts, carry_vars[i]) for i in active_carry]

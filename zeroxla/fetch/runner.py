@@ -180,6 +180,7 @@ class FetchRunner:
         *,
         key: jax.Array | None = None,
         earlier: Tape | None = None,
+        counts: jax.Array | None = None,
         reductions: Reductions | None = None,
     ) -> tuple[dict[Value, jax.Array], list[jax.Array | None]]:
         """Run the plan's backward.
@@ -191,6 +192,8 @@ class FetchRunner:
           cotangents: one per output of the plan; None means zero.
           key: as in `forward`.
           earlier: as in `forward`.
+          counts: a flag: whether the loss counted anything. If not, all cotangents are zeros, even
+            where the derivative of 0/0 would be NaN. None if it always does.
           reductions: takes the units of the plan, if it is a part of another plan.
 
         Returns:
@@ -229,6 +232,7 @@ class FetchRunner:
                     mine,
                     key=self._key(key, PassRounding.SEGMENT, i),
                     earlier=earlier and earlier.saved[i],
+                    counts=counts,
                     reductions=reductions,
                 )
                 for v, ct in self._residents_first(seg, grads).items():
@@ -273,7 +277,10 @@ class FetchRunner:
             by_value = dict(zip(seg.outputs, cotangents, strict=True))
             filled = [_or_zeros(by_value[v], v) for v in linear.outputs]
             references = {v: env[v] for v in linear.references}
-            return linear.backward(gathered, references, saved, filled)
+            found = linear.backward(gathered, references, saved, filled)
+            if (counts := options["counts"]) is None:
+                return found
+            return {v: jnp.where(counts, ct, jnp.zeros_like(ct)) for v, ct in found.items()}
         if isinstance(seg, LayerLoop):
             loop: LoopRunner = self.bodies[seg]
             found, shards = loop.backward(sources, gathered, env, saved, cotangents, **options)
@@ -284,8 +291,9 @@ class FetchRunner:
         inputs = [env[v] for v in body.plan.inputs]
         inputs, cotangents = tie(inputs, cotangents, by_data=self.collectives.ties_by_data)
         options["earlier"] = saved
+        of_forward = {name: x for name, x in options.items() if name != "counts"}
         _, tape = body.forward(
-            sources, inputs, record=True, activations=body.plan.inputs, **options
+            sources, inputs, record=True, activations=body.plan.inputs, **of_forward
         )
         again = dict(zip(body.plan.inputs, inputs, strict=True))
         _, input_cts = body.backward(

@@ -13,10 +13,30 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zeroxla.mesh.axes import BATCH_AXES
+from zeroxla.program.compat import axes_of_one
 from zeroxla.program.paths import Path, paths_of
 
 Tree = dict[str, Any]
 """Nested dicts with string keys and arrays as leaves."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Containers:
+    """The lists, tuples and dicts in which a model has its parameters.
+
+    Attributes:
+      paths: the path of each leaf, in the tree's order.
+      tree: the structure of the model's own tree.
+    """
+
+    paths: tuple[Path, ...]
+    tree: Any
+
+    def filled(self, params: Tree) -> Any:
+        """Return nested dicts of parameters as the model has them."""
+        leaves = to_flat(params)
+        return self.tree.unflatten([leaves[path] for path in self.paths])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -66,6 +86,9 @@ class Adapted:
     `indices`: the paths of those names that are whole numbers or tuples in the model itself, as
     the items of an nnx list are, and the statistics of `nnx.SpectralNorm`.
 
+    `containers()`: how parameters lie in the lists and tuples of a pair of functions; None if they
+    lie in nested dicts. Known after `init` was traced.
+
     `overwritten(path)`: whether the gradient of this leaf of the model state is its new value, as
     the scales of fp8 dots are; see `OVERWRITE_WITH_GRADIENT`.
 
@@ -92,6 +115,7 @@ class Adapted:
     context: int | None = None
     vocabulary: int | None = None
     indices: tuple[Path, ...] = ()
+    containers: Callable[[], Containers | None] = lambda: None
     overwritten: Callable[[Path], bool] = lambda path: False
     sown: Callable[[Path], bool] = lambda path: False
     frozen: tuple[str, ...] = ()
@@ -130,6 +154,24 @@ class AdaptsItself(abc.ABC):
         Args:
           loss: the argument `loss` of `make_step`; None means the model's own loss.
         """
+
+
+def with_axes_of_one(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function in which the mesh axes `node` and `device` are bound, with length 1.
+
+    A loss may name them, and linen calls the loss while parameters are made, which is no work of
+    several devices.
+
+    Args:
+      fun: a function of arrays that returns a pytree of arrays.
+    """
+
+    def bound(*args: Any) -> Any:
+        with axes_of_one(BATCH_AXES) as name:
+            found = jax.vmap(fun, in_axes=None, axis_size=1, axis_name=name)(*args)
+        return jax.tree.map(lambda x: x[0], found)
+
+    return bound
 
 
 def stream_key(key: jax.Array, name: str) -> jax.Array:

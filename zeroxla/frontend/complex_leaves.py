@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zeroxla.frontend.base import Adapted, Caching, Tree
+from zeroxla.frontend.base import Adapted, Caching, Tree, with_axes_of_one
 
 COMPLEX, PARTS = "complex", ("real", "imaginary")
 
@@ -53,7 +53,7 @@ def with_real_parameters(adapted: Adapted) -> Adapted:
     """Return the model as functions of real parameters."""
 
     def init(key: jax.Array, batch: Any) -> tuple[Tree, Tree]:
-        params, model_state = adapted.init(key, batch)
+        params, model_state = with_axes_of_one(adapted.init)(key, batch)
         return split_complex(params), model_state
 
     def joined(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,12 +1,12 @@
 """A plain pair of functions: `init(key, batch) -> params`, `loss(params, batch, key)`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from zeroxla.frontend.base import Adapted, Tree, check_signature, checked, to_flat, to_nested
+from zeroxla.frontend.base import Adapted, Containers, Tree, check_signature, checked, to_nested
 from zeroxla.program.paths import Path, paths_of
 
 
@@ -22,12 +22,19 @@ def adapt_function(init: Callable[..., Any], loss: Callable[..., Any]) -> Adapte
     """
     check_signature(init, "init", "init(key, batch)", 2)
     check_signature(loss, "loss", "loss(params, batch, key)", 3)
-    known: list[tuple[list[Path], Any]] = []
+    known: list[Containers] = []
+    are_plain: list[bool] = []
+
+    def note(params: Any) -> list[Path]:
+        paths = names_of(params)
+        known[:] = [Containers(paths=tuple(paths), tree=jax.tree.structure(params))]
+        are_plain[:] = [_is_plain(params)]
+        return paths
 
     def init_function(key: jax.Array, batch: Any) -> tuple[Tree, Tree]:
         params = init(key, batch)
         leaves, _ = jax.tree.flatten(params)
-        paths = names_of(params)
+        paths = note(params)
         return to_nested(dict(zip(paths, map(jnp.asarray, leaves), strict=True))), {}
 
     def loss_function(
@@ -35,14 +42,26 @@ def adapt_function(init: Callable[..., Any], loss: Callable[..., Any]) -> Adapte
     ) -> tuple[jax.Array, dict[str, jax.Array], Tree]:
         del train  # A plain loss has no eval mode.
         if not known:
-            shapes = jax.eval_shape(init, key, batch)
-            known.append((names_of(shapes), jax.tree.structure(shapes)))
-        paths, structure = known[0]
-        flat = to_flat(params)
-        tree = structure.unflatten([flat[path] for path in paths])
-        return *checked(loss(tree, batch, key)), model_state
+            note(jax.eval_shape(init, key, batch))
+        return *checked(loss(known[0].filled(params), batch, key)), model_state
 
-    return Adapted(init=init_function, loss=loss_function)
+    return Adapted(
+        init=init_function,
+        loss=loss_function,
+        containers=lambda: known[0] if known and all(are_plain) else None,
+    )
+
+
+def _is_plain(params: Any) -> bool:
+    """Return whether a tree is made of dicts, lists and tuples alone.
+
+    Modules of other libraries hold more than parameters, so theirs are shown as nested dicts.
+    """
+    if isinstance(params, Mapping):
+        return all(map(_is_plain, params.values()))
+    if isinstance(params, list | tuple):
+        return all(map(_is_plain, params))
+    return jax.tree_util.all_leaves([params]) or params is None
 
 
 def names_of(params: Any) -> list[Path]:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.errors import TraceContextError
 
 from zeroxla.frontend.base import (
     Adapted,
@@ -112,7 +113,15 @@ def nnx_functions(
             return model
         # A variable with a sharding annotation would need a mesh here.
         with layouts_ignored(), nnx.use_eager_sharding(False):
-            module = model(nnx.Rngs(key))
+            try:
+                module = model(nnx.Rngs(key))
+            except TraceContextError as error:
+                raise ValueError(
+                    "the model function changes a variable that was made before it was called, "
+                    f"such as an nnx.Rngs(...) that is the default of an argument ({error}); "
+                    "parameters are made under jax.jit, so make rngs inside: pass "
+                    "`lambda rngs: Module(..., rngs=rngs)`"
+                ) from error
         if not isinstance(module, nnx.Module):
             raise TypeError(
                 f"the model function returned a {type(module).__name__}; expected "

@@ -46,6 +46,12 @@ def process_shard(mesh: Mesh) -> tuple[int, int]:
     raise AssertionError(places)
 
 
+def plain_batch(batch: Any) -> Any:
+    """Return a batch in which mappings that JAX takes for leaves are dicts, such as a `UserDict` or
+    the `BatchEncoding` of transformers."""
+    return jax.tree.map(lambda x: plain_batch(dict(x)) if isinstance(x, Mapping) else x, batch)
+
+
 def global_batch(rows: Any, mesh: Mesh) -> Any:
     """Make the global batch from the rows that each process has read.
 
@@ -68,7 +74,7 @@ def global_batch(rows: Any, mesh: Mesh) -> Any:
     >>> zeroxla.global_batch({"tokens": rows}, mesh)["tokens"].shape == rows.shape
     True
     """
-    mesh = as_auto(mesh, pipeline=True)
+    mesh, rows = as_auto(mesh, pipeline=True), plain_batch(rows)
     by_rows = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
     return _made_of(rows, mesh, jax.tree.map(lambda _: by_rows, rows))
 

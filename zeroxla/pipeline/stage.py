@@ -16,7 +16,7 @@ from zeroxla.pipeline.leaf_piece import LeafPiece
 from zeroxla.program.trace import Operand, Program, Value, closure, is_float, trace
 from zeroxla.step.gradients import seed_of_backward
 from zeroxla.step.loss_plan import leaf_shapes, make_runner, plan_gathers, trained_inputs
-from zeroxla.step.metrics import weighted
+from zeroxla.step.metrics import counts, weighted
 from zeroxla.wire.leaves import Layout
 from zeroxla.wire.resolve import Wiring
 from zeroxla.wire.routes import LeafSource
@@ -210,19 +210,19 @@ class StageProgram:
         with jax.named_scope("forward"):
             found, tape = runner.forward(held, inputs, record=True, key=wire_key)
         outputs, new_state = self._split(found)
-        sums = None
+        sums = counted = None
         if self.stage.is_last:
             loss, metrics = self.tree.unflatten(outputs)
             seed, loss = seed_of_backward(loss, metrics, scale, by_data=by_data)
             seeds: list[jax.Array | None] = [seed, *(None for _ in outputs[1:])]
-            sums = weighted(loss, metrics)
+            sums, counted = weighted(loss, metrics), counts(metrics)
         else:
             given = iter(tie(cotangents, outputs, by_data=by_data)[0])
             seeds = [next(given) if is_float(y.dtype) else None for y in self.outputs]
         with jax.named_scope("backward"):
             known = dict(zip(runner.plan.inputs, inputs, strict=True))
             seeds += [None] * len(new_state)
-            reduced, whole = runner.backward(held, known, tape, seeds, key=wire_key)
+            reduced, whole = runner.backward(held, known, tape, seeds, key=wire_key, counts=counted)
         end = len(resident)
         of_leaves = self._of_leaves([reduced.get(v) for v in runner.plan.leaves], whole[:end])
         of_inputs = self._of_inputs(whole[end : end + len(self.inputs)])

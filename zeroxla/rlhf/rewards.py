@@ -109,7 +109,13 @@ def checked(scores: Any, rows: int) -> np.ndarray:
     Raises:
       ValueError: they are not one finite number for each row.
     """
-    scores_B = np.asarray(scores, np.float32)
+    try:
+        scores_B = np.asarray(scores, np.float32)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"the reward returned {repr(scores)[:60]}, which are no numbers ({error}); return one "
+            "finite number for each response"
+        ) from error
     if scores_B.shape != (rows,):
         raise ValueError(
             f"the reward returned an array of the shape {scores_B.shape} for {rows} responses; "

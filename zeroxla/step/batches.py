@@ -3,13 +3,15 @@ them."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from zeroxla.mesh.batches import placed_batch, process_shard, put_batch
+from zeroxla.mesh.batches import placed_batch, plain_batch, process_shard, put_batch
+from zeroxla.program.paths import paths_of
 from zeroxla.program.shapes import shapes_of, shapes_on
 from zeroxla.step.axes.split_batch import BY_ROWS
 from zeroxla.step.checks import check_batch, check_tokens
@@ -100,7 +102,7 @@ class StepBatches:
         """Make a batch of the rows that each process has read. See `Step.place`."""
         mesh = self._programs.mesh
         _, count = process_shard(mesh)
-        rows = jax.tree.map(np.asarray, rows)
+        rows = jax.tree.map(np.asarray, plain_batch(rows))
         check_tokens(rows, self._programs.adapted.vocabulary)
 
         def whole(x: np.ndarray) -> jax.ShapeDtypeStruct:
@@ -109,3 +111,40 @@ class StepBatches:
 
         shapes = self.checked(jax.tree.map(whole, rows), train=train)
         return placed_batch(rows, mesh, self.shardings(shapes, train=train))
+
+
+class BatchKinds:
+    """Says once that a program was compiled again, for a batch of other keys or shapes."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, dict[str, str]] = {}
+        self._has_warned = False
+
+    def notice(self, program: str, batch: Any, *, stacklevel: int) -> None:
+        """Compare a batch with the first one of its program, and warn if they differ; once in all.
+
+        Args:
+          program: "step" or "evaluation".
+          batch: the batch, on the mesh.
+          stacklevel: see `warnings.warn`; it counts this method as 1.
+        """
+        if self._has_warned:
+            return
+        now = {
+            "/".join(path) or "batch": f"{x.dtype}[{','.join(map(str, x.shape))}]"
+            for path, x in paths_of(batch)
+        }
+        before = self._first.setdefault(program, now)
+        changed = [
+            f"{name} {before.get(name, '(absent)')} -> {now.get(name, '(absent)')}"
+            for name in dict.fromkeys((*before, *now))
+            if before.get(name) != now.get(name)
+        ]
+        if changed:
+            self._has_warned = True
+            warnings.warn(
+                f"the {program} was compiled again, for a batch of other keys or shapes: "
+                f"{'; '.join(changed)}. Each new kind of batch costs a compilation: pad rows to "
+                "few lengths, and drop or fill the last batch. (This is said once.)",
+                stacklevel=stacklevel,
+            )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from jax.sharding import Mesh
 
 from zeroxla.config.zero_config import ZeroConfig
 from zeroxla.mesh.axes import BATCH_AXES, DEVICE, NODE, PIPE, world_size
-from zeroxla.mesh.batches import in_dtype_of_jax
+from zeroxla.mesh.batches import in_dtype_of_jax, plain_batch
 from zeroxla.program.compat import AxisNames
 from zeroxla.program.paths import leaf_path
 
@@ -41,7 +42,7 @@ def check_batch(batch: Any, mesh: Mesh, accumulate: int, micro_batch: int | None
         divide over devices x accumulate, a micro-batch does not have `micro_batch` rows, or a whole
         number does not fit into JAX's dtype.
     """
-    batch = jax.tree_util.tree_map_with_path(_canonical, batch)
+    batch = jax.tree_util.tree_map_with_path(_canonical, plain_batch(batch))
     leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
     if not leaves:
         raise ValueError(f"the batch {batch!r} holds no arrays; pass a pytree of arrays")
@@ -78,6 +79,25 @@ def check_batch(batch: Any, mesh: Mesh, accumulate: int, micro_batch: int | None
     return batch
 
 
+@contextlib.contextmanager
+def keys_named(batch: Any) -> Iterator[None]:
+    """Return a context for tracing a model on a batch. In it a key that the batch lacks is named.
+
+    Raises:
+      ValueError: the model reads such a key.
+    """
+    try:
+        yield
+    except KeyError as error:
+        key = error.args[0] if len(error.args) == 1 else None
+        if not isinstance(batch, Mapping) or not isinstance(key, str) or key in batch:
+            raise
+        raise ValueError(
+            f"the model or its loss reads {key!r}, which the batch does not have: its keys are "
+            f"{', '.join(map(repr, batch))}; add it to the batch, or rename one"
+        ) from error
+
+
 def check_tokens(batch: Any, vocabulary: int | None) -> None:
     """Check that the tokens of a batch are in the model's vocabulary. Only arrays of the host are
     looked at.
@@ -103,7 +123,8 @@ def check_tokens(batch: Any, vocabulary: int | None) -> None:
 
 def _canonical(path: Any, x: Any) -> Any:
     """Return an array (or shape) in JAX's dtype for it: int32 for NumPy's int64."""
-    x = x if hasattr(x, "dtype") else np.asarray(x)
+    is_shape = hasattr(x, "dtype") and not hasattr(x, "__array__")
+    x = x if is_shape or isinstance(x, jax.Array) else np.asarray(x)  # of PyTorch, too
     if isinstance(x, jax.Array) or not _is_number(x.dtype):
         return x
     if isinstance(x, jax.ShapeDtypeStruct):

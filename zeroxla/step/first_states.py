@@ -94,6 +94,7 @@ class FirstStates(Setup):
             loss_scale=LossScale.create(self.first_loss_scale),
             placements=placements,
             indices=self.adapted.indices,
+            containers=self.adapted.containers(),
         )
         return dataclasses.replace(state, wire_state=self.wire_state(state, batch))
 

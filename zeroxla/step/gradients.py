@@ -21,7 +21,7 @@ from zeroxla.program.trace import Value
 from zeroxla.step.agreed_state import agree
 from zeroxla.step.loss_plan import LossPlanner, TracedLoss
 from zeroxla.step.means import mean_metrics, means_over_devices
-from zeroxla.step.metrics import weight_of, weighted
+from zeroxla.step.metrics import counts, weight_of, weighted
 from zeroxla.step.micro_batches import micro_batches
 from zeroxla.step.once_per_step import Gradients, OncePerStep
 from zeroxla.wire.collectives import Collectives
@@ -233,11 +233,18 @@ class Differentiator:
         with jax.named_scope("backward"):
             known = dict(zip(runner.plan.inputs, inputs, strict=True))
             cotangents = [seed, *(None for _ in outputs[1:])]
-            reduced, whole = runner.backward(held, known, tape, cotangents, key=wire_key)
+            counted = counts(metrics)
+            reduced, whole = runner.backward(
+                held, known, tape, cotangents, key=wire_key, counts=counted
+            )
         state, tree = jax.tree.flatten(model_state)
         of_state = whole[len(resident) :]
         state = [
-            x if i not in traced.overwritten or (ct := of_state[i]) is None else ct
+            x
+            if i not in traced.overwritten or (ct := of_state[i]) is None
+            else ct
+            if counted is None
+            else jnp.where(counted, ct, x)
             for i, x in enumerate(state)
         ]
         model_state = tree.unflatten(state)

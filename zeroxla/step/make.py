@@ -3,13 +3,15 @@ that are there."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Never
 
 import jax
 import optax
 from jax.sharding import Mesh
 
+from zeroxla.config.keywords import check_keywords
 from zeroxla.config.zero_config import ZeroConfig
 from zeroxla.frontend import adapt
 from zeroxla.frontend.staged import StagedModel
@@ -35,6 +37,7 @@ def make_step(
     microbatches: int | None = None,
     weights: Literal["step", "tick"] = "step",
     axis_names: Mapping[str, str | Sequence[str]] | None = None,
+    **misspelt: Never,
 ) -> Step:
     """Make the training step of a model on a mesh.
 
@@ -68,6 +71,7 @@ def make_step(
     >>> from zeroxla.models import MLP
     >>> step = zeroxla.make_step(MLP.small(), zeroxla.make_mesh(nodes=1), optax.sgd(0.1))
     """
+    check_keywords("make_step", misspelt, tuple(inspect.signature(make_step).parameters)[:-1])
     config = ZeroConfig() if config is None else config
     check_is_config(config)
     warn(two_optimizers(optimizer, config), stacklevel=3)

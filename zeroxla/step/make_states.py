@@ -11,6 +11,7 @@ import jax
 
 from zeroxla.mesh.batches import put_key
 from zeroxla.mesh.processes.same_program import ProgramCalls
+from zeroxla.program.shapes import structure_of
 from zeroxla.step.batches import StepBatches
 from zeroxla.step.checks import check_key
 from zeroxla.step.disk.steps import DiskSteps, has_disk
@@ -40,6 +41,7 @@ class FirstStateMaker:
     disk: DiskSteps
     jit: Callable[..., Any]
     run: ProgramCalls
+    _jitted: dict[str, tuple[Any, Any]] = dataclasses.field(default_factory=dict, init=False)
 
     def init(self, key: jax.Array, batch: Any) -> TrainState:
         """Make a state at random; see `Step.init`."""
@@ -87,4 +89,7 @@ class FirstStateMaker:
             if has_disk(shapes):
                 shapes = self.shapes.placed(shapes)
                 return self.disk.make(name, program, shapes, shardings, *args)
-            return self.run(name, self.jit(program, out_shardings=shardings), *args)
+            known = shapes.placements, structure_of(shapes)
+            if name not in self._jitted or self._jitted[name][0] != known:
+                self._jitted[name] = known, self.jit(program, out_shardings=shardings)
+            return self.run(name, self._jitted[name][1], *args)

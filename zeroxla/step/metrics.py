@@ -44,11 +44,17 @@ def weight_of(metrics: Mapping[str, jax.Array]) -> jax.Array:
 
 
 def weighted(loss: jax.Array, metrics: Mapping[str, jax.Array]) -> dict[str, Any]:
-    """Return the loss and metrics times their weight, and the weight; these may be summed."""
+    """Return the loss and metrics times their weight, and the weight; these may be summed. What has
+    no weight adds nothing, even if its means are 0/0."""
     weight = weight_of(metrics)
     own = {name: x for name, x in metrics.items() if name != "weight"}
     scaled = {n: x.astype(jnp.float32) * weight for n, x in {**own, "loss": loss}.items()}
-    return {**scaled, "weight": weight}
+    return {**{n: jnp.where(weight == 0, 0, x) for n, x in scaled.items()}, "weight": weight}
+
+
+def counts(metrics: Mapping[str, jax.Array]) -> jax.Array | None:
+    """Return whether a loss counted anything; None if it does not say what it counted."""
+    return weight_of(metrics) != 0 if "weight" in metrics else None
 
 
 def means(sums: Mapping[str, jax.Array]) -> dict[str, jax.Array]:

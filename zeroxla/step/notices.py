@@ -7,12 +7,13 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 from jax.sharding import Mesh
 
 from zeroxla.config.zero_config import ZeroConfig
 from zeroxla.mesh.axes import split_axes
-from zeroxla.program.paths import leaf_path
+from zeroxla.program.paths import leaf_path, paths_of
 from zeroxla.wire.leaves import Layout
 from zeroxla.wire.resolve import Wiring
 
@@ -32,6 +33,23 @@ def useless_on_mesh(wiring: Wiring, config: ZeroConfig, mesh: Mesh) -> Iterator[
         words = "; ".join(f"{name} ({why})" for name, why in useless)
         shape = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
         yield f"without effect on the mesh {shape}: {words}"
+
+
+def narrowed(params: Any) -> Iterator[str]:
+    """Yield a sentence if parameters are wider than their float32 masters.
+
+    Args:
+      params: the parameters that the model makes, or their shapes.
+    """
+    wide = [
+        f"{'/'.join(path)} ({x.dtype})" for path, x in paths_of(params) if x.dtype == np.float64
+    ]
+    if wide:
+        several = f" and {len(wide) - 3} more" if len(wide) > 3 else ""
+        yield (
+            f"{', '.join(wide[:3])}{several}: a step keeps and trains parameters in float32, also "
+            "with jax_enable_x64; make them float32 to have the same numbers everywhere"
+        )
 
 
 def two_optimizers(given: optax.GradientTransformation | None, config: ZeroConfig) -> Iterator[str]:

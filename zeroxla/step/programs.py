@@ -83,6 +83,7 @@ class Programs(FirstStates):
             wire_state=self._next_wire_state(state, wire_state, finite),
             placements=state.placements,
             indices=state.indices,
+            containers=state.containers,
         )
         metrics["skipped"] = loss_scale.skipped
         if scales:
@@ -137,7 +138,7 @@ class Programs(FirstStates):
         entered = state.loss_scale.entered(self.first_loss_scale)
         state = dataclasses.replace(state, loss_scale=entered)
         grads, metrics, *_ = self._local_gradients(state, batch)
-        return metrics["loss"], as_in_model(natural(grads, state.placements[0]), state.indices)
+        return metrics["loss"], as_in_model(natural(grads, state.placements[0]), state)
 
     def evaluate(self, state: TrainState, batch: Any) -> dict[str, Any]:
         """Return the metrics of a batch with `train=False`."""

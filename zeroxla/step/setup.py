@@ -31,6 +31,7 @@ from zeroxla.step.axes.parts_wire_state import PartsWireStatePlan
 from zeroxla.step.gradients import Differentiator
 from zeroxla.step.loss_plan import LossPlanner
 from zeroxla.step.model_on_mesh import ModelOnMesh
+from zeroxla.step.notices import narrowed, warn
 from zeroxla.step.state_checks import check_state_of_stages, check_trainable
 from zeroxla.wire.leaves import Layout, check_floating, place_opt_state, place_params
 from zeroxla.wire.wire_state import WholeWireStatePlan, WireStatePlan
@@ -75,6 +76,7 @@ class Setup(ModelOnMesh):
         params, model_state = jax.eval_shape(self.adapted.init, key, rows)
         check_floating(params, self.config)
         check_trainable(params, self.config)
+        warn(narrowed(params), stacklevel=6)
         whole = tuple(Placement(shape=x.shape) for x in jax.tree.leaves(params))
         layout = self.layout_of(params, whole)
         planner = self._planner(layout, whole=True)

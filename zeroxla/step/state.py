@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from ast import literal_eval
-from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zeroxla.frontend.base import Containers
 from zeroxla.frontend.complex_leaves import join_complex
 from zeroxla.mesh.placement import Placement
 from zeroxla.mesh.relayout import whole
@@ -87,6 +87,7 @@ class TrainState:
       placements: the placements of params and opt_state, in the order of their leaves (static).
       indices: the paths of names in params that are whole numbers or tuples in the model itself
         (static).
+      containers: the lists and tuples in which the model has its parameters (static).
     """
 
     step: jax.Array
@@ -100,6 +101,7 @@ class TrainState:
         default=((), ()), metadata={"static": True}
     )
     indices: tuple[Path, ...] = dataclasses.field(default=(), metadata={"static": True})
+    containers: Containers | None = dataclasses.field(default=None, metadata={"static": True})
 
 
 def check_is_state(state: Any, *, whole: bool = False) -> None:
@@ -168,7 +170,8 @@ def full_params(state: TrainState) -> Any:
 
     They are nested dicts with the model's own keys, so that `{"params": full_params(state)}` are
     the variables of a linen module, and `nnx.update(module, full_params(state))` fills an nnx
-    module: items of lists have whole numbers there.
+    module: items of lists have whole numbers there. Those of a pair `(init, loss)` lie in the
+    lists, tuples and dicts that `init` made, so that `loss` takes them.
 
     Cost: the model in host memory, once; leaves are assembled one at a time. In a run of several
     processes all must call this, and each holds the model. Every device then holds each leaf for a
@@ -181,17 +184,18 @@ def full_params(state: TrainState) -> Any:
     check_is_state(state)
     leaves, tree = jax.tree.flatten(state.params)
     whole = tree.unflatten([host_leaf(x, p) for x, p in zip(leaves, state.placements[0])])
-    return as_in_model(whole, state.indices)
+    return as_in_model(whole, state)
 
 
-def as_in_model(tree: Any, indices: Collection[Path]) -> Any:
-    """Return nested dicts, like a state's parameters, with the keys of the model itself, and with
-    its complex leaves.
+def as_in_model(tree: Any, state: TrainState) -> Any:
+    """Return a tree like a state's parameters with the keys and containers of the model itself, and
+    with its complex leaves.
 
     Args:
       tree: nested dicts with strings as keys.
-      indices: the paths of the names that are whole numbers or tuples in the model.
+      state: the state.
     """
+    indices = state.indices
 
     def converted(part: Any, path: Path) -> Any:
         if not isinstance(part, dict):
@@ -200,6 +204,8 @@ def as_in_model(tree: Any, indices: Collection[Path]) -> Any:
         return {literal_eval(n) if (*path, n) in indices else n: x for n, x in inner.items()}
 
     tree = join_complex(tree)
+    if state.containers is not None:
+        return state.containers.filled(tree)
     return converted(tree, ()) if indices else tree
 
 

@@ -13,6 +13,7 @@ import jax
 
 from zeroxla.mesh.placement import Placement
 from zeroxla.program.shapes import shapes_of, shapes_on, structure_of
+from zeroxla.step.checks import keys_named
 from zeroxla.step.disk.steps import with_disk_shapes
 from zeroxla.step.model_flops import model_flops
 from zeroxla.step.notices import (
@@ -59,6 +60,7 @@ class StateShapes:
         self.traced: TracedShapes | None = None
         self._programs = programs
         self._fitting: set[Any] = set()  # structures of states that have been checked
+        self._decided: tuple[Any, TrainState] | None = None  # of the newest batch
         self._is_first = True
 
     def decide(self, key: jax.Array, batch: Any) -> TrainState:
@@ -71,7 +73,11 @@ class StateShapes:
         """
         programs = self._programs
         batch, key = shapes_of((batch, key))
-        with programs.tracing() as ignored:
+        leaves, tree = jax.tree.flatten((batch, key))
+        given = tree, tuple((x.shape, x.dtype) for x in leaves)
+        if self._decided is not None and self._decided[0] == given and self.traced is not None:
+            return self._decided[1]
+        with programs.tracing() as ignored, keys_named(batch):
             placements = programs.placements(key, batch)
             make = functools.partial(programs.init, placements=placements)
             shapes = jax.eval_shape(make, key, batch)
@@ -90,6 +96,7 @@ class StateShapes:
             warn(useless_on_leaves(programs.config, layout), stacklevel=4)
             if programs.pipeline is None or programs.weights == "tick":
                 warn(useless_beside_reuse(programs.config, layout), stacklevel=4)
+        self._decided = given, shapes
         return shapes
 
     def placed(self, shapes: TrainState) -> TrainState:
@@ -135,11 +142,12 @@ class StateShapes:
             check_extra_arguments(programs.optimizer, trainable_shapes(layout))
             check_state(state, programs.optimizer, layout)
             batch, key = shapes_of((batch, state.key))
-            with programs.tracing():
+            with programs.tracing(), keys_named(batch):
                 rows = jax.eval_shape(programs.first_rows, batch)
                 params, model_state = jax.eval_shape(programs.adapted.init, key, rows)
             check_model(state, params)
             if self.traced is None:
+                self._decided = None
                 self.traced = TracedShapes(
                     params=params,
                     placements=state.placements[0],

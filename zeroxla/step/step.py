@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import jax
@@ -18,9 +20,9 @@ from zeroxla.mesh.processes import progress
 from zeroxla.mesh.processes.same_program import ProgramCalls
 from zeroxla.program.compat import AxisNames
 from zeroxla.program.report import Report
-from zeroxla.step.batches import StepBatches
+from zeroxla.step.batches import BatchKinds, StepBatches
 from zeroxla.step.changed_config import kept, useless_optimizer, with_microbatches
-from zeroxla.step.checks import check_is_config, check_no_island
+from zeroxla.step.checks import check_is_config, check_no_island, keys_named
 from zeroxla.step.compiled_step import CompiledStep
 from zeroxla.step.describe import describe_step
 from zeroxla.step.disk.steps import DiskSteps, has_disk
@@ -93,6 +95,7 @@ class Step:
         self.batches = StepBatches(self.programs, self._shapes)
         self._fit = StateFitter(self.programs, self.disk, self._shapes, self._jit)
         self._rates = Rates()
+        self._kinds = BatchKinds()
         self._states = FirstStateMaker(
             programs=self.programs,
             shapes=self._shapes,
@@ -208,19 +211,22 @@ class Step:
         batch = self.batches.beside(state, batch)
         state = self._fit.fitted(state)
         progress.mark()
-        with self.programs.tracing(), self._compiled.explained("the step", state, batch):
+        with self._tracing("the step", state, batch):
             if has_disk(state):
                 state, metrics = self.disk.train(state, batch)
             else:
                 train = self._compiled.train(state, batch)
                 state, metrics = self._run("train", train, state, batch)
+        self._kinds.notice("step", batch, stacklevel=3)
         return state, {**metrics, **self._rates.since_last(batch)}
 
     def eval(self, state: TrainState, batch: Any) -> dict[str, Any]:
         """Return the loss and the model's metrics on a batch, with `train=False`."""
         batch = self.batches.beside(state, batch, train=False)
-        with self.programs.tracing():
-            return self.disk.call("eval", self._eval, state, batch)
+        with self._tracing("eval", state, batch):
+            metrics = self.disk.call("eval", self._eval, state, batch)
+        self._kinds.notice("evaluation", batch, stacklevel=3)
+        return metrics
 
     def grad(self, state: TrainState, batch: Any) -> tuple[jax.Array, Any]:
         """Return the loss and the gradients that a step would use, for tests and debugging.
@@ -229,7 +235,7 @@ class Step:
         complex leaf has the derivatives by its two parts: the conjugate of what `jax.grad` returns.
         """
         batch = self.batches.beside(state, batch)
-        with self.programs.tracing(), self._compiled.explained("grad", state, batch):
+        with self._tracing("grad", state, batch):
             state = self._fit.wired(state)
             return self.disk.call("grad", self._compiled.grad(state, batch), state, batch)
 
@@ -301,6 +307,16 @@ class Step:
         be there; `config` replaces the options. It takes no states of this step."""
         own = {**self._options(), "mesh": as_auto(mesh, pipeline=True), "known": {}}
         return Step(**{**own, "config": config or self.config}, microbatches=self._microbatches)
+
+    @contextlib.contextmanager
+    def _tracing(self, name: str, state: TrainState, batch: Any) -> Iterator[None]:
+        """Return a context in which a program is traced and called, and its errors explained."""
+        with (
+            self.programs.tracing(),
+            self._compiled.explained(name, state, batch),
+            keys_named(batch),
+        ):
+            yield
 
     def _options(self) -> dict[str, Any]:
         fields = {f.name for f in dataclasses.fields(self.programs) if f.init} - {"activations"}

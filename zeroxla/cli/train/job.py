@@ -249,8 +249,10 @@ class TrainJob(Job[TrainOptions, Output]):
         started = time.perf_counter()
         found = jax.device_get([self.step.eval(state, batch) for batch in self.valid_batches])
         seconds = time.perf_counter() - started
+        counted = [(v, w) for v, w in zip(found, self.feed.weights, strict=True) if w]
+        found, weights = zip(*counted, strict=True)
         means = {
-            name: float(np.average([float(v[name]) for v in found], weights=self.feed.weights))
+            name: float(np.average([float(v[name]) for v in found], weights=weights))
             for name in ("loss", *self.task.numbers, *self.task.metrics, *self.own)
         }
         named = {f"valid_{name}": value for name, value in means.items()}

@@ -83,10 +83,12 @@ def unsharded(checked: CheckedModel, *, train: bool, slices: bool) -> Gradients:
             own = [next(given) if t else x for x, t in zip(leaves, is_trained, strict=True)]
             value, metrics, new = loss(tree.unflatten(own), state, rows, key)
             weight = jax.lax.stop_gradient(weight_of(metrics))
-            return value.astype(jnp.float32) * weight, (weight, new)
+            value = value.astype(jnp.float32) * weight
+            return jnp.where(weight == 0, 0, value), (weight, new)
 
         trained = [x for x, t in zip(leaves, is_trained, strict=True) if t]
         (value, (weight, new)), grads = jax.value_and_grad(of_trained, has_aux=True)(trained)
+        grads = [jnp.where(weight == 0, 0, g) for g in grads]  # of 0/0, NaN
         return (value, weight, grads), new
 
     def run(params: Any, state: Any, batch: Any, key: jax.Array) -> Any:

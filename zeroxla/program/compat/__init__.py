@@ -4,7 +4,7 @@ modules offer. No other folder of zeroxla knows either.
 Come here when a new JAX breaks something. Names of primitives are in `program/primitives.py`.
 """
 
-from zeroxla.program.compat.axis_names import AxisNames
+from zeroxla.program.compat.axis_names import AxisNames, axes_of_one
 from zeroxla.program.compat.clusters import cluster_parameters, own_devices
 from zeroxla.program.compat.jaxprs import (
     array_type,
@@ -50,6 +50,7 @@ __all__ = [
     "AxisNames",
     "array_type",
     "as_remat",
+    "axes_of_one",
     "backends_started",
     "backward_jaxpr",
     "before_threads_end",

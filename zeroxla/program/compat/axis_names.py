@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,13 +16,20 @@ from zeroxla.program.compat.redirect import redirect
 AxisNames = tuple[tuple[str, tuple[str, ...]], ...]
 """Pairs: a model's name, and the axes of the mesh that it stands for."""
 
+ONE = "one"
+"""The axis that stands for all axes of one device."""
+
 _names: Any = jax.make_user_context(())
 """The names that have a meaning here. They are a part of the keys under which JAX keeps traces."""
 
 
 @contextlib.contextmanager
-def axes_named(names: AxisNames) -> Iterator[None]:
+def axes_named(names: AxisNames, own: Sequence[str] = ()) -> Iterator[None]:
     """Return a context in which JAX's collectives know other names for a mesh's axes.
+
+    Args:
+      names: the names.
+      own: the mesh's own axes.
 
     Raises:
       ValueError: a program uses a name that has no meaning.
@@ -37,19 +44,37 @@ def axes_named(names: AxisNames) -> Iterator[None]:
         if found is None:
             raise
         known = ", ".join(name for name, _ in names)
-        nowhere = (
-            "While parameters are initialised no axis is known: leave the collective out there, as "
-            "flax's layers do"
-        )
-        if own := [name for name, axes in names if found[1] in axes]:
+        if found[1] in own:
+            used = next((name for name, axes in names if found[1] in axes), found[1])
             raise ValueError(
-                f"the model uses the axis {own[0]!r} where it has no meaning. {nowhere}"
+                f"the model uses the axis {used!r} where it has no meaning: only the loss of a "
+                "step without stages, and the making of its parameters, know the mesh's axes; "
+                "leave the collective out elsewhere"
             ) from error
         raise ValueError(
             f"the model uses the axis {found[1]!r}, as in psum(x, {found[1]!r}), and a step does "
             f"not know it{f' (it knows {known})' if known else ''}; if it stands for all devices, "
-            f'pass make_step(axis_names={{{found[1]!r}: ("node", "device")}}). {nowhere}'
+            f'pass make_step(axis_names={{{found[1]!r}: ("node", "device")}})'
         ) from error
+
+
+@contextlib.contextmanager
+def axes_of_one(axes: Sequence[str]) -> Iterator[str]:
+    """Return a context in which a mesh's axes, and other names of them, stand for one axis.
+
+    JAX has no rule for a `vmap` over one of several axes of an `all_gather`. So the axes of one
+    device are bound as a single one.
+
+    Args:
+      axes: the mesh's axes.
+
+    Yields:
+      The name of the axis that the caller binds.
+    """
+    _answer_to_names()
+    names = dict.fromkeys((*dict(_names.value), *axes), (ONE,))
+    with _names(tuple(names.items())):
+        yield ONE
 
 
 @functools.cache
@@ -72,4 +97,6 @@ def _replaced(axes: Any, names: dict[str, tuple[str, ...]]) -> Any:
     """Return an argument `axis_name`, one name or several, in the mesh's own names."""
     several = isinstance(axes, tuple | list)
     found = [a for axis in (axes if several else (axes,)) for a in names.get(axis, (axis,))]
+    if set(found) == {ONE}:
+        return ONE
     return found[0] if len(found) == 1 and not several else tuple(found)

@@ -32,7 +32,7 @@ def mesh_context(mesh: jax.sharding.Mesh, axis_names: AxisNames = ()) -> Iterato
     with (
         jax.set_mesh(mesh) if replaces else contextlib.nullcontext(),
         cudnn.for_devices_of(mesh),
-        axes_named(axis_names),
+        axes_named(axis_names, mesh.axis_names),
         layouts_ignored() as found,
     ):
         yield found
