@@ -153,5 +153,6 @@ GEMMA3_IMAGES = _family(
         (r"^language_model\.lm_head\.", "lm_head."),
         (r"^(language_model\.model|model\.language_model)\.", "model."),
     ),
+    modules=(r"^model\.", "model.language_model."),
     kept=(r"(vision_tower|multi_modal_projector)\..*",),
 )
