@@ -1,4 +1,4 @@
-"""Mixtral, Qwen3-MoE, Granite-MoE and gpt-oss: decoders with a mixture of experts in the place of perceptrons."""
+"""Mixtral, Qwen3-MoE, Granite-MoE and gpt-oss: experts in the place of perceptrons."""
 
 from typing import Any
 
@@ -131,9 +131,10 @@ _GRANITE_TENSORS = {
     **ENDS,
     **blocks(ATTENTION, NORMS),
     **_bank(
-        "block_sparse_moe.router.layer.weight",
-        *("block_sparse_moe.input_linear.weight",) * 2,
-        "block_sparse_moe.output_linear.weight",
+        router="block_sparse_moe.router.layer.weight",
+        gate="block_sparse_moe.input_linear.weight",
+        up="block_sparse_moe.input_linear.weight",
+        down="block_sparse_moe.output_linear.weight",
     ),
 }
 

@@ -1,4 +1,4 @@
-"""Gemma, Gemma 2 and Gemma 3, of its images alone the text: norms with 1 + scale, GeGLU, scaled embeddings."""
+"""Gemma 1 to 3, the text alone: norms with 1 + scale, GeGLU, scaled embeddings."""
 
 from typing import Any
 
