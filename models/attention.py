@@ -56,8 +56,8 @@ def causal_attention(
       backend: "blockwise" computes the scores of `block` queries and as many keys at a time, leaves
         out keys that no query of a block sees, and computes scores again in backward. "cudnn" is
         NVIDIA's kernel, for bfloat16 and float16, without a mask, segments, a cache, dropout, a
-        cap, slopes or sinks, and of values as wide as keys. "auto" takes cudnn where the process has an NVIDIA GPU and cudnn takes the
-        arguments, and otherwise blockwise.
+        cap, slopes or sinks, and of values as wide as keys. "auto" takes cudnn where the process
+        has an NVIDIA GPU and cudnn takes the arguments, and otherwise blockwise.
       block: the number of queries, and of keys, that blockwise takes at a time. Up to so many
         queries see all their keys at once.
       scale: what products are multiplied with; None means 1 / sqrt(H).

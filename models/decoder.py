@@ -202,11 +202,9 @@ class Decoder(nnx.Module):
         kinds = [Kind(config.has_window(layer), config.is_rotated(layer)) for layer in layers]
         if self.scan:
             # What differs between the turns of the loop is chosen at run time.
-            of_layers = Kind(*zip(*kinds, strict=True))
+            of_layers = dict(zip(Kind._fields, zip(*kinds, strict=True), strict=True))
             differing = {
-                name: jnp.asarray(own)
-                for name, own in of_layers._asdict().items()
-                if len(set(own)) > 1
+                name: jnp.asarray(own) for name, own in of_layers.items() if len(set(own)) > 1
             }
 
             def turn(x_BLD: jax.Array, block: Any, own: dict[str, jax.Array]) -> Any:
@@ -293,7 +291,7 @@ def _of_layer(places: Places, config: DecoderConfig, kind: Kind, local_rotation:
         if kind.windowed and local_rotation is not None:
             rotation = local_rotation
     else:
-        window = jnp.where(kind.windowed, config.window, jnp.iinfo(jnp.int32).max)
+        window = jnp.where(kind.windowed, config.window or 0, jnp.iinfo(jnp.int32).max)
         if rotation is not None and local_rotation is not None:
             cos, sin = (jnp.where(kind.windowed, *pair) for pair in zip(local_rotation, rotation))
             rotation = cos, sin

@@ -63,8 +63,8 @@ class ExpertsConfig:
         if not fits or self.top_k > self.top_groups * size:
             raise ValueError(
                 f"{self.count} experts in groups={self.groups}, top_groups={self.top_groups}, "
-                f"top_k={self.top_k}: groups are of one size, at least 2, and those that are chosen "
-                "hold top_k experts"
+                f"top_k={self.top_k}: groups are of one size, at least 2, and those that are "
+                "chosen hold top_k experts"
             )
         if self.scores == "softmax" and (self.correction or self.groups > 1):
             raise ValueError(
@@ -80,7 +80,8 @@ class LatentConfig:
     Attributes:
       query_rank: the width of a narrow array that queries come from; None for none.
       rank: C, the width of the one that keys and values come from.
-      rotated: R, the numbers of a head, its last ones, that are rotated. In keys all heads share them.
+      rotated: R, the numbers of a head, its last ones, that are rotated. In keys all heads share
+        them.
       value_width: V, the width of a head's values.
     """
 
@@ -119,9 +120,9 @@ class DecoderConfig:
       window: how many positions a query sees in the layers with a window; None without any.
       windowed: for each layer, whether it has the window. () means all.
       qkv_bias, out_bias, mlp_bias, head_bias: whether these products have a bias.
-      qk_norm: what queries and keys are normalized over, before the rotation. "head": each head, all
-        with one scale. "heads": each head, with a scale of its own. "all": all heads together. None
-        for no norm.
+      qk_norm: what queries and keys are normalized over, before the rotation. "head": each head,
+        all with one scale. "heads": each head, with a scale of its own. "all": all heads together.
+        None for no norm.
       latent: keys and values from a narrow array; None for products of their own. Then heads have
         their own keys, K = N, and `qkv_bias` is of the products that give narrow arrays.
       sinks: whether each head has one more key with a learned score and the value 0.

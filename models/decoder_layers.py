@@ -111,9 +111,7 @@ class Attention(nnx.Module):
 class Perceptron(nnx.Module):
     """down(activation(gate x) * up x), or without a gate down(activation(up x))."""
 
-    def __init__(
-        self, config: DecoderConfig, hidden: int | None = None, *, rngs: nnx.Rngs
-    ) -> None:
+    def __init__(self, config: DecoderConfig, hidden: int | None = None, *, rngs: nnx.Rngs) -> None:
         self.activate = ACTIVATIONS[config.activation]
         width, hidden, bias = config.width, hidden or config.hidden, config.mlp_bias
         gate = dense(width, hidden, rngs, bias=bias) if config.is_gated else None

@@ -107,6 +107,8 @@ class Format:
       prefix: the beginning of names that files of the model without its head leave out.
       renamed: pairs of a regular expression and its replacement, which lead from other names that
         files give tensors to those of `tensors`.
+      modules: a regular expression and its replacement, which lead from the names of `tensors` to
+        those of the modules in Transformers, by which PEFT's adapters go; None if they are alike.
       ignored: regular expressions, without the prefix, of tensors that hold nothing learned.
       kept: regular expressions, without the prefix, of learned tensors that the model has no part
         in. An export that is like a folder has them too.
@@ -130,6 +132,7 @@ class Format:
     fused: tuple[Fused, ...] = ()
     prefix: str
     renamed: tuple[tuple[str, str], ...] = ()
+    modules: tuple[str, str] | None = None
     ignored: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
     embedding: str

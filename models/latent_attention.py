@@ -1,4 +1,4 @@
-"""Attention whose keys and values come from one narrow array for all heads (MLA), as of DeepSeek-V3.
+"""Latent attention (MLA): keys and values of all heads come from one narrow array.
 
 Shape letters: B batch, L positions, M places of a cache (or L), D width, N heads, H head width, of
 which the last R numbers are rotated, C the width of the narrow array, V value width.

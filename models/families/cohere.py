@@ -1,4 +1,4 @@
-"""Cohere and Cohere 2: LayerNorm without bias, read once by attention and perceptron; scaled logits."""
+"""Cohere and Cohere 2: LayerNorm without bias, one for attention and perceptron; scaled logits."""
 
 from typing import Any
 
@@ -45,7 +45,9 @@ def _cohere2(fields: Fields, config: Fields) -> dict[str, Any]:
     ]
     windowed = tuple(kind == "sliding_attention" for kind in kinds)
     if any(windowed) and window is None:
-        raise ValueError("the config has sliding_window=null, and layers with a window; it must not")
+        raise ValueError(
+            "the config has sliding_window=null, and layers with a window; it must not"
+        )
     windows = {"window": window, "windowed": windowed} if any(windowed) else {}
     return {**_plain(fields, config, 1e4), **windows, "rotated": windowed}
 

@@ -21,7 +21,10 @@ _ATTENTION = {
     **{f"self_attn/{x}_proj": f"self_attn.{x}_proj" for x in ("q", "q_a", "q_b", "kv_b", "o")},
     "self_attn/kv_a_proj": "self_attn.kv_a_proj_with_mqa",
 }
-_NORMS = {**NORMS, **{f"self_attn/{x}_layernorm": f"self_attn.{x}_layernorm" for x in ("q_a", "kv_a")}}
+_NORMS = {
+    **NORMS,
+    **{f"self_attn/{x}_layernorm": f"self_attn.{x}_layernorm" for x in ("q_a", "kv_a")},
+}
 _SHARED = {
     f"shared_expert/{x}_proj": f"mlp.shared_experts.{x}_proj" for x in ("gate", "up", "down")
 }

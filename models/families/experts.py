@@ -1,4 +1,4 @@
-"""Mixtral, Qwen3-MoE, Granite-MoE and gpt-oss: decoders with a mixture of experts in the place of perceptrons."""
+"""Mixtral, Qwen3-MoE, Granite-MoE and gpt-oss: experts in the place of perceptrons."""
 
 from typing import Any
 
@@ -8,7 +8,6 @@ from .decoder_format import (
     DecoderFormat,
     Fields,
     Key,
-    activation_of,
     grouped,
     kernels_of,
     layer_paths,
@@ -34,6 +33,9 @@ def _bank(router: str, gate: str, up: str, down: str) -> dict[str, str]:
     return layer_paths({**names, "experts/down_proj": down}, "model.layers.{layer}")
 
 
+# Experts compute no other function.
+_SILU = {"hidden_act": ("silu", "swish")}
+
 _MIXTRAL_TENSORS = {
     **ENDS,
     **blocks(ATTENTION, NORMS),
@@ -47,7 +49,6 @@ _MIXTRAL_TENSORS = {
 def _mixtral(fields: Fields, config: Fields) -> dict[str, Any]:
     return {
         "rotary": rotary_of(config, fields["head_width"], theta=1e6),
-        "activation": activation_of(config),
         "experts": ExpertsConfig(
             count=fields["experts"],
             top_k=fields["top_k"],
@@ -67,7 +68,7 @@ MIXTRAL = DecoderFormat(
         "experts": Key(name="num_local_experts", default=8),
         "top_k": Key(name="num_experts_per_tok", default=2),
     },
-    choices={},
+    choices=_SILU,
     build=_mixtral,
 )
 
@@ -93,7 +94,6 @@ def _qwen3_moe(fields: Fields, config: Fields) -> dict[str, Any]:
         raise ValueError("the config has neither num_experts nor num_local_experts; it must")
     return {
         "rotary": rotary_of(config, fields["head_width"]),
-        "activation": activation_of(config),
         "qk_norm": "head",
         "experts": ExpertsConfig(
             count=count,
@@ -116,7 +116,7 @@ QWEN3_MOE = DecoderFormat(
         "top_k": Key(name="num_experts_per_tok", default=8),
         "expert_hidden": Key(name="moe_intermediate_size", default=768),
     },
-    choices={"attention_bias": (False,)},
+    choices={"attention_bias": (False,), **_SILU},
     build=_qwen3_moe,
 )
 
@@ -131,9 +131,10 @@ _GRANITE_TENSORS = {
     **ENDS,
     **blocks(ATTENTION, NORMS),
     **_bank(
-        "block_sparse_moe.router.layer.weight",
-        *("block_sparse_moe.input_linear.weight",) * 2,
-        "block_sparse_moe.output_linear.weight",
+        router="block_sparse_moe.router.layer.weight",
+        gate="block_sparse_moe.input_linear.weight",
+        up="block_sparse_moe.input_linear.weight",
+        down="block_sparse_moe.output_linear.weight",
     ),
 }
 
@@ -147,7 +148,7 @@ GRANITE_MOE = DecoderFormat(
         "experts": Key(name="num_local_experts", default=8),
         "top_k": Key(name="num_experts_per_tok", default=2),
     },
-    choices={},
+    choices=_SILU,
     build=lambda fields, config: {
         **_mixtral(fields, {**config, "sliding_window": None}),
         "rotary": rotary_of(config, fields["head_width"]),
@@ -224,6 +225,6 @@ GPT_OSS = DecoderFormat(
         "experts": Key(name="num_local_experts", default=128),
         "top_k": Key(name="num_experts_per_tok", default=4),
     },
-    choices={"swiglu_alpha": (1.702,), "hidden_act": ("silu",)},
+    choices={"swiglu_alpha": (1.702,), **_SILU},
     build=_gpt_oss,
 )

@@ -1,4 +1,4 @@
-"""Gemma, Gemma 2 and Gemma 3, of its images alone the text: norms with 1 + scale, GeGLU, scaled embeddings."""
+"""Gemma 1 to 3, the text alone: norms with 1 + scale, GeGLU, scaled embeddings."""
 
 from typing import Any
 
@@ -153,5 +153,6 @@ GEMMA3_IMAGES = _family(
         (r"^language_model\.lm_head\.", "lm_head."),
         (r"^(language_model\.model|model\.language_model)\.", "model."),
     ),
+    modules=(r"^model\.", "model.language_model."),
     kept=(r"(vision_tower|multi_modal_projector)\..*",),
 )

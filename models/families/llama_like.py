@@ -1,5 +1,5 @@
-"""Mistral, Qwen2, Qwen3, Phi-3, GLM, ChatGLM, Granite, SmolLM3, OLMo 2 and 3: decoders with RMSNorm,
-grouped heads and SwiGLU."""
+"""Decoders with RMSNorm, grouped heads and SwiGLU: Mistral, Qwen2, Qwen3, Phi-3, GLM, ChatGLM,
+Granite, SmolLM3, OLMo 2 and 3."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -349,6 +349,4 @@ OLMO2 = DecoderFormat(
         "rotary": rotary_of(config, fields["head_width"]),
     },
 )
-OLMO3 = DecoderFormat(
-    architecture="Olmo3ForCausalLM", model_type="olmo3", **_OLMO, build=_olmo3
-)
+OLMO3 = DecoderFormat(architecture="Olmo3ForCausalLM", model_type="olmo3", **_OLMO, build=_olmo3)

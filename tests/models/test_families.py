@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from tools.chatglm import CONFIG
 from tools.families import (
     DECODERS,
@@ -34,6 +34,8 @@ UNROLLED = [(name, False) for name in DECODERS if name != "qwen3_moe_mixed"]
 """The mixed one is never scanned."""
 QUICK = ("llama", "gemma3_text", "mixtral")
 """Of the others the quick tests look at the logits alone."""
+SIMILAR = ("olmo2", "granitemoe", "gemma3", "deepseek_v3_plain")
+"""Nearly all that is in these is in others, too."""
 
 
 @pytest.mark.parametrize(
@@ -84,13 +86,17 @@ def test_a_tiny_checkpoint_computes_what_transformers_computes(tmp_path, name, s
     np.testing.assert_array_equal(row[:, prompt:], data["greedy"])
 
 
-@pytest.mark.parametrize("name", [name for name in DECODERS if name not in QUICK])
+@pytest.mark.parametrize(
+    "name", thinned([n for n in DECODERS if n not in (*QUICK, *SIMILAR)], slow=SIMILAR)
+)
 def test_a_tiny_checkpoint_has_the_logits_of_transformers(tmp_path, name):
     """The quick part of the test above."""
     data = recorded(name)
     folder = write_folder(tmp_path / "hub", name, tensors_of(name))
     model = from_hugging_face(folder)
-    logits = forward_of(model)(leaves_in(folder, model), data["tokens"], mask_BL=data["mask"])
+    logits = jax.jit(forward_of(model))(
+        leaves_in(folder, model), data["tokens"], mask_BL=data["mask"]
+    )
     real = data["mask"] != 0
     np.testing.assert_allclose(np.asarray(logits)[real], data["logits"][real], atol=1e-5)
 
@@ -170,6 +176,30 @@ def test_the_text_of_gemma_3_has_several_names_in_files(tmp_path):
     found = leaves_in(second, model)
     for path, x in leaves_in(first, model).items():
         np.testing.assert_array_equal(found[path], x)
+
+
+def test_adapters_of_gemma_3_have_the_names_of_its_modules(tmp_path):
+    """Under those of the text alone, PEFT would find none of them in the model with images."""
+    config = json.loads((FOLDERS / "gemma3" / "config.json").read_text())
+    adapted = zeroxla.lora(from_hugging_face(config), targets="self_attn/q_proj", rank=2)
+    step = make_step(adapted, zeroxla.make_mesh(nodes=1, devices=jax.devices()[:1]))
+    state = step.init(jax.random.key(0), {"tokens": np.zeros((1, 9), np.int32)})
+    zeroxla.export_adapter(state, tmp_path, model=adapted)
+    names = load_file(tmp_path / "adapter_model.safetensors")
+    place = "base_model.model.model.language_model.layers.{}.self_attn.q_proj.lora_{}.weight"
+    assert set(names) == {place.format(layer, part) for layer in range(4) for part in "AB"}
+    found = zeroxla.lora_from_adapter(from_hugging_face(config), tmp_path)
+    assert found.rank == 2
+
+
+def test_the_layer_of_deepseek_that_predicts_a_second_token_is_left_aside(tmp_path):
+    """Public files have it; an export that is like them has it again."""
+    more = {f"model.layers.61.{x}.weight": np.ones((2, 2), "f4") for x in ("eh_proj", "enorm")}
+    tensors = {**tensors_of("deepseek_v3"), **more}
+    folder = write_folder(tmp_path, "deepseek_v3", tensors)
+    assert leaves_in(folder, from_hugging_face(folder))
+    assert FAMILIES["deepseek_v3"].is_kept("layers.61.eh_proj.weight")
+    assert not FAMILIES["deepseek_v3"].is_kept("layers.6.eh_proj.weight")
 
 
 def test_every_family_has_a_recording():

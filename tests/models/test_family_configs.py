@@ -23,6 +23,7 @@ def decoder(name, *, without=(), **changes):
     return FAMILIES[kept["model_type"]].decoder_config({**kept, **changes})
 
 
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16}
 NO_KINDS = ("layer_types", "sliding_window", "max_window_layers", "use_sliding_window")
 
 
@@ -62,6 +63,18 @@ NO_KINDS = ("layer_types", "sliding_window", "max_window_layers", "use_sliding_w
         ("gemma2", {"sliding_window": 5}, 5, (True, False, True, False)),
         ("gemma3_text", {"sliding_window": 5, "sliding_window_pattern": 3}, 5, (1, 1, 0, 1)),
         ("gemma3_text", {"_sliding_window_pattern": 2}, 4096, (1, 0, 1, 0)),
+        ("granite", {"sliding_window": 5}, None, ()),
+        ("granitemoe", {"sliding_window": 5}, None, ()),
+        ("olmo2", {"sliding_window": 5}, None, ()),
+        ("olmo3", {}, 4096, (1, 1, 1, 0)),
+        ("cohere", {"sliding_window": 5}, None, ()),
+        ("cohere2", {}, 4096, (1, 1, 1, 0)),
+        ("cohere2", {"sliding_window": 5, "sliding_window_pattern": 2}, 5, (1, 0, 1, 0)),
+        ("gpt_oss", {}, 128, (True, False)),
+        ("gpt_oss", {"sliding_window": 5, "layer_types": ["full_attention"] * 2}, 5, (0, 0)),
+        # Of SmolLM3 only layers without positions may have a window.
+        ("smollm3", {"sliding_window": 5}, None, ()),
+        ("smollm3", {"sliding_window": 5, "use_sliding_window": True}, 5, (0, 1, 0, 0)),
     ],
 )
 def test_which_layers_have_a_window(name, values, window, windowed):
@@ -86,6 +99,12 @@ ABSENT = ("num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embedding
         ("gemma", 16, 256, 1e-6, True),
         ("gemma2", 4, 256, 1e-6, True),
         ("gemma3_text", 4, 256, 1e-6, True),
+        ("granite", 16, 32, 1e-6, False),
+        ("granitemoe", 16, 32, 1e-6, False),
+        ("smollm3", 4, 32, 1e-6, True),
+        ("olmo2", 16, 32, 1e-5, False),
+        ("olmo3", 16, 32, 1e-5, False),
+        ("gpt_oss", 8, 64, 1e-5, False),
     ],
 )
 def test_keys_that_a_config_leaves_out_mean_what_transformers_takes(
@@ -100,6 +119,88 @@ def test_keys_that_a_config_leaves_out_mean_what_transformers_takes(
         eps,
         tie,
     )
+
+
+def test_keys_of_newer_families_that_a_config_leaves_out():
+    rope = ("rope_parameters",)
+    scales = ("embedding_multiplier", "residual_multiplier", "attention_multiplier")
+    found = decoder("granite", without=(*scales, "logits_scaling"))
+    assert (found.embed_scale, found.residual_scale, found.score_scale) == (1, 1, 1)
+    assert found.logit_scale == 1
+    assert decoder("granite", logits_scaling=8).logit_scale == 1 / 8
+    assert decoder("granite", attention_bias=True, mlp_bias=True).mlp_bias
+
+    cohere = decoder("cohere", without=(*rope, "logit_scale", "use_qk_norm", "layer_norm_eps"))
+    assert (cohere.logit_scale, cohere.qk_norm, cohere.eps) == (0.0625, None, 1e-5)
+    assert (cohere.rotary.theta, decoder("cohere2", without=rope).rotary.theta) == (5e5, 1e4)
+    assert decoder("cohere", without=("tie_word_embeddings",)).tie
+
+    smol = decoder("smollm3", without=(*rope, "no_rope_layers", "layer_types"))
+    assert (smol.rotary.theta, smol.rotated) == (2e6, (True, True, True, False))
+    smol = decoder("smollm3", without=("no_rope_layers",), no_rope_layer_interval=2)
+    assert smol.rotated == (True, False, True, False)
+    assert decoder("smollm3", no_rope_layers=[1] * 4).rotated == ()
+
+    olmo = decoder("olmo3", without=rope, rope_theta=1e5, rope_scaling=YARN)
+    assert (olmo.rotary.scaling.factor, olmo.local_rotary.scaling) == (8, None)
+    assert olmo.local_rotary.theta == 1e5
+    assert decoder("olmo3", without=rope).rotary.theta == 5e5
+
+    oss = decoder("gpt_oss", without=(*rope, "attention_bias", "swiglu_limit", "num_local_experts"))
+    assert (oss.rotary.theta, oss.rotary.scaling.factor) == (150000, 32)
+    assert (oss.qkv_bias, oss.out_bias, oss.experts.clamp, oss.experts.count) == (1, 1, 7, 128)
+    # Transformers adds no balancing loss unless it is asked for the router's logits.
+    assert decoder("gpt_oss", router_aux_loss_coef=0.9).experts.balance == 0
+    asked = decoder("gpt_oss", router_aux_loss_coef=0.9, output_router_logits=True)
+    assert asked.experts.balance == 0.9
+
+
+def test_keys_of_deepseek_that_a_config_leaves_out():
+    names = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    found = decoder("deepseek_v3", without=names)
+    latent = found.latent
+    assert (latent.query_rank, latent.rank, latent.rotated, latent.value_width) == (
+        *(1536, 512, 64, 128),
+    )
+    assert (found.head_width, found.rotary.width, found.kv_heads) == (192, 64, 4)
+    experts = decoder(
+        "deepseek_v3",
+        without=("n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor"),
+        n_routed_experts=64,
+    ).experts
+    assert (experts.groups, experts.top_groups, experts.scale) == (8, 4, 2.5)
+    assert experts.is_normalized
+    assert experts.balance == 0
+    first = decoder("deepseek_v3", without=("first_k_dense_replace",), num_hidden_layers=5)
+    assert first.experts.dense_layers == (0, 1, 2)
+    with pytest.raises(ValueError, match="topk_method is 'greedy', and the model computes 'noaux"):
+        decoder("deepseek_v3", topk_method="greedy")
+    with pytest.raises(ValueError, match="8 experts in groups=3"):
+        decoder("deepseek_v3", n_group=3)
+
+
+def test_the_text_of_gemma_3_in_a_folder_with_images():
+    """As the first folders of Gemma 3 4B have it: what is absent is as in the smallest model."""
+    config = {
+        "model_type": "gemma3",
+        "eos_token_id": [1, 106],
+        "text_config": {
+            **{"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34},
+            **{"model_type": "gemma3_text", "sliding_window": 1024},
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        },
+        "vision_config": {"hidden_size": 1152},
+    }
+    found = FAMILIES["gemma3"].decoder_config(config)
+    assert (found.vocab, found.layers, found.width, found.heads) == (262208, 34, 2560, 8)
+    assert (found.kv_heads, found.head_width, found.hidden, found.tie) == (4, 256, 10240, True)
+    assert (found.rotary.scaling.factor, found.local_rotary.scaling) == (8, None)
+    assert found.windowed[:6] == (True,) * 5 + (False,)
+    written = json.loads(found.source)
+    assert written["architectures"] == ["Gemma3ForCausalLM"]
+    assert (written["model_type"], written["eos_token_id"]) == ("gemma3_text", [1, 106])
+    with pytest.raises(ValueError, match="text_config=None; it must be that of the text"):
+        FAMILIES["gemma3"].decoder_config({"model_type": "gemma3"})
 
 
 def test_caps_and_biases_that_a_config_leaves_out():
@@ -184,6 +285,11 @@ def test_biases_and_functions_that_a_config_names():
 def test_a_file_that_computes_something_else_is_refused():
     with pytest.raises(ValueError, match="word_embed_proj_dim=16 and hidden_size="):
         decoder("opt", word_embed_proj_dim=16)
+    with pytest.raises(ValueError, match="sliding_window=null, and layers with a window"):
+        decoder("cohere2", sliding_window=None)
+    for name in ("mixtral", "qwen3_moe", "granitemoe", "gpt_oss", "deepseek_v3"):
+        with pytest.raises(ValueError, match="hidden_act is 'gelu', and the model computes 'silu'"):
+            decoder(name, hidden_act="gelu")
     with pytest.raises(ValueError, match="neither num_experts nor num_local_experts"):
         decoder("qwen3_moe", without=("num_experts", "num_local_experts"))
 

@@ -1,5 +1,6 @@
 """Mixtral: its three routings against NumPy in float64 and each other, balancing, training."""
 
+import dataclasses
 import functools
 
 import jax
@@ -13,7 +14,14 @@ from tools.quick import quick_compilation, thinned  # noqa: F401
 import zeroxla
 from zeroxla.frontend import adapt
 from zeroxla.models import Llama, Mixtral
-from zeroxla.models.moe_layers import balance_loss, find_places, route
+from zeroxla.models.moe_layers import (
+    Experts,
+    balance_loss,
+    find_places,
+    make_mix,
+    route,
+    route_by_sigmoid,
+)
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 ROWS, LENGTH, EXPERTS, TOP_K = 3, 20, 8, 2
@@ -272,3 +280,75 @@ def test_a_step_trains_it_as_one_device_does(options, nodes, devices):
 def test_bad_values_are_named_with_a_remedy(options, message):
     with pytest.raises(ValueError, match=message):
         Mixtral.tiny(**options)(nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(("groups", "normalized"), [(4, True), (1, False)])
+def test_sigmoids_choose_as_the_formula_says(groups, normalized):
+    """In float64: the two groups with the best pairs, the three best in them by sigmoid and
+    correction, their sigmoids as weights."""
+    draw = np.random.default_rng(3)
+    x, kernel = draw.normal(size=(2, 9, 16)), draw.normal(size=(16, EXPERTS))
+    correction = draw.normal(size=EXPERTS)
+    x, kernel, correction = (a.astype(np.float32) for a in (x, kernel, correction))
+    options = {"groups": groups, "top_groups": min(groups, 2), "is_normalized": normalized}
+    run = jax.jit(
+        lambda *a: dataclasses.astuple(route_by_sigmoid(*a[:2], 3, correction_E=a[2], **options))
+    )
+    logits, experts, found_weights = map(np.asarray, run(x, kernel, correction))
+    for row, place in np.ndindex(2, 9):
+        scores = 1 / (1 + np.exp(-(x[row, place].astype(float) @ kernel.astype(float))))
+        chosen_by = scores + correction
+        size = EXPERTS // groups
+        pairs = [sorted(chosen_by[g * size : (g + 1) * size])[-2:] for g in range(groups)]
+        allowed = sorted(range(groups), key=lambda g: -sum(pairs[g]))[:2]
+        best = sorted(
+            (e for e in range(EXPERTS) if e // size in allowed), key=lambda e: -chosen_by[e]
+        )[:3]
+        assert experts[row, place].tolist() == best
+        weights = scores[best] / (scores[best].sum() if normalized else 1)
+        np.testing.assert_allclose(found_weights[row, place], weights, rtol=1e-5)
+    shares = np.exp(logits[0, 0]) / np.exp(logits[0, 0]).sum()
+    scores = 1 / (1 + np.exp(-(x[0, 0].astype(float) @ kernel.astype(float))))
+    np.testing.assert_allclose(shares, scores / scores.sum(), rtol=1e-5)
+
+
+def test_a_correction_has_no_gradient():
+    draw = np.random.default_rng(3)
+    x, kernel = draw.normal(size=(1, 4, 8)), draw.normal(size=(8, EXPERTS))
+
+    def weights(correction):
+        return route_by_sigmoid(x, kernel, 2, correction_E=correction).weights_BLK.sum()
+
+    assert not np.any(jax.jit(jax.grad(weights))(jnp.ones(EXPERTS)))
+
+
+def test_experts_with_biases_are_the_same_by_every_routing():
+    """A place of an expert that no token takes has a bias, too, and adds nothing."""
+    make = functools.partial(Experts, 4, 8, 6, bias=True, clamp=0.7)
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))))
+    params = random_like(nnx.to_pure_dict(state))
+    x = np.float32(np.random.default_rng(1).normal(size=(2, 5, 8)))
+    kernel = np.float32(np.random.default_rng(2).normal(size=(8, 4)))
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def mixed(params, routing):
+        experts = nnx.merge(graphdef, nnx.State(params), copy=True)
+        return make_mix(routing, 2.0)(x, experts, route(x, kernel, 2), None)[0]
+
+    def numpy_expert(e, token):
+        p = {name: a[e].astype(float) for name, a in params.items()}
+        gate = np.minimum(token @ p["gate_proj"] + p["gate_bias"], 0.7)
+        up = np.clip(token @ p["up_proj"] + p["up_bias"], -0.7, 0.7)
+        return gate / (1 + np.exp(-1.702 * gate)) * (up + 1) @ p["down_proj"] + p["down_bias"]
+
+    want = np.zeros_like(x)
+    for row, place in np.ndindex(2, 5):
+        token = x[row, place].astype(float)
+        powers = np.exp(token @ kernel)
+        best = np.argsort(-powers)[:2]
+        shares = powers[best] / powers[best].sum()
+        want[row, place] = sum(
+            share * numpy_expert(e, token) for share, e in zip(shares, best, strict=True)
+        )
+    for routing in ("ragged", "dense", "capacity"):
+        np.testing.assert_allclose(mixed(params, routing), want, rtol=1e-5, atol=1e-5)

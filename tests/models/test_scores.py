@@ -1,4 +1,4 @@
-"""Attention with windows, segments, caps, slopes and sinks, dense and in blocks, against float64 NumPy."""
+"""Attention with windows, segments, caps, slopes, sinks, dense and in blocks, against NumPy."""
 
 from __future__ import annotations
 

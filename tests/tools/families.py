@@ -62,9 +62,7 @@ def leaves_in(
     reader = TensorReader(folder)
     names = find_tensors(reader, leaves, format, quantized)
     arrays = leaves_in_files(leaves, reader, names, quantized)
-    return {
-        leaf.path: arrays[leaf.path][tuple(slice(0, n) for n in leaf.shape)] for leaf in leaves
-    }
+    return {leaf.path: arrays[leaf.path][tuple(slice(0, n) for n in leaf.shape)] for leaf in leaves}
 
 
 def forward_of(model: Any) -> Any:

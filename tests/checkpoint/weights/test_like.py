@@ -18,8 +18,8 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 BATCH = {"tokens": np.zeros((8, 9), np.int32)}
 QUICK = ("gpt_neox", "qwen3_moe", "gemma3")
-"""Fused head by head, banks of experts, and text in a folder with images. Slow are, beside others, those that are fused one after
-the other ("phi3") or tied ("gemma2")."""
+"""Fused head by head, banks of experts, and text in a folder with images. Slow are, beside others,
+those that are fused one after the other ("phi3") or tied ("gemma2")."""
 
 
 def of_the_text(name, tensors):

@@ -59,6 +59,7 @@ def modules_of(path: Path, shape: Shape, format: Format) -> AdaptedModules | Non
             continue
         if "{expert}" in tensor or any(line in fused.leaves for fused in format.fused):
             return None
+        module = module if format.modules is None else re.sub(*format.modules, module)
         layers = parts.groups() if parts else range(shape[0])
         return AdaptedModules(
             names=tuple(module.replace("{layer}", str(i)) for i in layers or ("",)),
