@@ -347,7 +347,9 @@ LANGUAGE: dict[str, Callable[[], Built]] = {
         Stack(parts=(own_attention, lambda x: SortedExperts()(x)))
     ),
     "latent attention, balanced experts": lambda: language_model(
-        Stack(parts=(lambda x: LatentAttention()(x), lambda x: BalancedExperts()(x)), norm=nn.RMSNorm)
+        Stack(
+            parts=(lambda x: LatentAttention()(x), lambda x: BalancedExperts()(x)), norm=nn.RMSNorm
+        )
     ),
     "long convolution by FFT": lambda: language_model(
         Stack(parts=(lambda x: LongConvolution()(x), dense))

@@ -59,7 +59,9 @@ def back_by_scatter(p, x):
     order, sizes = jnp.argsort(chosen), jnp.bincount(chosen, length=EXPERTS)
     options = {"preferred_element_type": jnp.float32}
     y = products(p, x[order // TOP_K], sizes, jax.nn.relu, **options)
-    return (jnp.zeros_like(y).at[order].set(y).reshape(-1, TOP_K, WIDTH) * weights[..., None]).sum(1)
+    return (jnp.zeros_like(y).at[order].set(y).reshape(-1, TOP_K, WIDTH) * weights[..., None]).sum(
+        1
+    )
 
 
 def added_to_tokens(p, x):

@@ -247,11 +247,7 @@ CASES = {  # function, arrays, ways of some of its equations
     "lookup, table by table": (  # with batching dims
         jax.vmap(lambda x, i: x.reshape(32, 4).at[i].get(mode="fill", fill_value=0.0)),
         [floats(4, 4, 8, 4), indices(40, 4, 12)],
-        {
-            "gather": [
-                *("w w -> w", "0 0 -> 0", "1.0 c -> s", "1.1 c -> s", "2 c -> 2", "c 1 -> 1")
-            ]
-        },
+        {"gather": [*("w w -> w", "0 0 -> 0", "1.0 c -> s", "1.1 c -> s", "2 c -> 2", "c 1 -> 1")]},
     ),
     "rows of groups": (
         lax.ragged_dot,

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from zeroxla.mesh.axes import EXPERT
 from zeroxla.program.flops import all_product_flops
 from zeroxla.program.primitives import READS_OF_LEAVES
-from zeroxla.program.trace import Equation, Operand
-from zeroxla.split.atoms import Atom, atoms_in
+from zeroxla.program.trace import Equation
 from zeroxla.split.axis_roles import is_matrix
 from zeroxla.split.conversions import RanEquation, events_of
 from zeroxla.split.dims_flow import DimsFlow
@@ -27,14 +26,13 @@ MOST_REPEATED = 1.3
 warning says so."""
 
 
-def check_splits(plan: AxisPlan, axis: str, length: int, experts: frozenset[Atom]) -> None:
+def check_splits(plan: AxisPlan, axis: str, length: int) -> None:
     """Check that some product with a leaf is split, and with a bank of experts if the model has one
     and the axis is theirs; programs without any pass.
 
     Args:
       plan: the plan.
       axis, length: the axis.
-      experts: the classes along which leaves are banks of experts.
 
     Raises:
       ValueError: every device along the axis would compute all of them.
@@ -49,12 +47,12 @@ def check_splits(plan: AxisPlan, axis: str, length: int, experts: frozenset[Atom
             "read in chunks, the axis must divide their number or their length), or "
             f"{axis}=1"
         )
-    banks = [(eq, way) for eq, flow, way in found if _has_bank(eq, flow, experts)]
-    if axis == EXPERT and banks and not any(way.classes & experts for _, way in banks):
+    banks = [(eq, way) for eq, flow, way in found if _has_bank(eq, flow)]
+    if axis == EXPERT and banks and not any(way.is_split for _, way in banks):
         raise ValueError(
-            f"{axis}={length} splits no product with a bank of experts: {length} devices would each "
-            "hold and compute all experts. The number of experts must divide by "
-            f"{length}, and groups of `ragged_dot` must be of one array of rows; there are "
+            f"{axis}={length} splits no product with a bank of experts: {length} devices would "
+            "each hold and compute all experts. The number of experts must divide by "
+            f"{length}, and the rows of `ragged_dot` must have no batch dims; there are "
             f"{_in_words(eq for eq, _ in banks)}. Use another {axis}=, or {axis}=1"
         )
 
@@ -93,15 +91,14 @@ def _products(plan: AxisPlan) -> Iterator[tuple[Equation, DimsFlow, Way]]:
                 yield eq, plan.flow, way
 
 
-def _has_bank(eq: Equation, flow: DimsFlow, experts: frozenset[Atom]) -> bool:
+def _has_bank(eq: Equation, flow: DimsFlow) -> bool:
     """Return whether an equation multiplies with a bank of experts."""
-
-    def is_bank(x: Operand) -> bool:
-        along = (a for dim in flow.of_operand(x) for a in atoms_in(dim))
-        return flow.made_of_leaves(x) and not experts.isdisjoint(along)
-
-    is_ragged = eq.name == "ragged_dot_general" and any(map(flow.made_of_leaves, eq.inputs[1:2]))
-    return is_ragged or (eq.name == "dot_general" and any(map(is_bank, eq.inputs)))
+    if eq.name == "ragged_dot_general":
+        return flow.made_of_leaves(eq.inputs[1])
+    if eq.name != "dot_general":
+        return False
+    _, batch = eq.params["dimension_numbers"]
+    return any(batch) and any(map(flow.made_of_leaves, eq.inputs))
 
 
 def _in_words(equations: Iterator[Equation]) -> str:

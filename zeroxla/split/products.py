@@ -118,9 +118,7 @@ def _run_gather(axis: SplitAxis, dims: DimsOf, eq: Equation, args: Args) -> list
     return [found]
 
 
-def _places_in_part(
-    axis: SplitAxis, dim: Dim, places: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def _places_in_part(axis: SplitAxis, dim: Dim, places: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return where places in a whole dim are in a device's part of it, and whether they are.
 
     The split factor of the dim need not be its first: tokens that are numbered through rows and

@@ -2,11 +2,11 @@
 stands between and behind them.
 
 Models sort the pairs of a token and an expert by expert and multiply them with a bank by
-`jax.lax.ragged_dot`, which takes the sizes of the groups. If each device has the matrices of its own
-groups, it needs their rows alone. Which these are is known when the program runs, so such arrays are
-`ragged` (see `holdings`): they have room for all rows. An activation between two products goes
-through row by row. Behind the last product rows go back to their tokens and are added up, which is
-linear: it is done with summands, and tokens are reduced, not pairs.
+`jax.lax.ragged_dot`, which takes the sizes of the groups. If each device has the matrices of its
+own groups, it needs their rows alone. Which these are is known when the program runs, so such
+arrays are `ragged` (see `holdings`): they have room for all rows. An activation between two
+products goes through row by row. Behind the last product rows go back to their tokens and are added
+up, which is linear: it is done with summands, and tokens are reduced, not pairs.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ class RaggedRows:
                 for x, (need,) in zip(eq.inputs, way.needs, strict=True):
                     if need.sizes is not None and x not in found.rows:
                         found._copy(x, made_by)
-            if eq.name in _LINEAR | CUSTOM_RULES and any(x in found.rows or x in found.added for x in eq.values):
+            follows = any(x in found.rows or x in found.added for x in eq.values)
+            if follows and eq.name in _LINEAR | CUSTOM_RULES:
                 ways = found._of_summands(eq)
                 found._ways.setdefault(eq, []).extend(ways)
                 if ways or eq.name in LINEAR | SUMS | {"div", "mul"}:
@@ -110,8 +111,9 @@ class RaggedRows:
         """Add the ways to compute what a product reads from copies, back to the tokens: then the
         gradients of tokens are reduced, and not those of each pair."""
         eq = made_by.get(operand) if isinstance(operand, Value) else None
-        is_known = eq is None or eq in self._ways or steps == _MOST_STEPS
-        if is_known or eq.is_pinned or eq.name in LOOPS or not all(v.is_float for v in eq.outputs):
+        if eq is None or eq in self._ways or steps == _MOST_STEPS:
+            return
+        if eq.is_pinned or eq.name in LOOPS or not all(v.is_float for v in eq.outputs):
             return
         if eq.name != "gather" and any(map(self.flow.made_of_leaves, eq.inputs)):
             return
@@ -153,7 +155,8 @@ class RaggedRows:
         local = flow_alone(eq, self.flow)
         (alone,), inputs = local.program.equations, local.program.inputs
         i, held = next((i, self.rows[x]) for i, x in enumerate(eq.inputs) if x in self.rows)
-        assert held.dim is not None and held.sizes is not None
+        assert held.dim is not None
+        assert held.sizes is not None
         if len(atoms := expand(local.dims[inputs[i]][held.dim])) != 1:
             return None
         (atom,) = atoms
@@ -233,7 +236,9 @@ def _is_linear(body: DimsFlow, num_results: int) -> bool:
 
 
 def _is_float(operand: Operand) -> bool:
-    return operand.is_float if isinstance(operand, Value) else is_float(jnp.result_type(operand.value))
+    if isinstance(operand, Value):
+        return operand.is_float
+    return is_float(jnp.result_type(operand.value))
 
 
 def _likeness_of(operand: Operand, made_by: dict[Value, Equation], steps: int = 0) -> Hashable:

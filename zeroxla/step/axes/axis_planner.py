@@ -92,7 +92,7 @@ class AxisPlanner:
             found = self.proof.check(plan, self.length)
             self._warn(found[Verdict.WRONG], found[Verdict.UNKNOWN])
             if not found[Verdict.WRONG]:
-                check_splits(plan, self.name, self.length, role.experts)
+                check_splits(plan, self.name, self.length)
                 # Later plans, of decided leaves, are of the same model: one warning is enough.
                 if known is None and (text := repeated_work(plan, self.name, self.length)):
                     warnings.warn(text, stacklevel=2)
