@@ -11,6 +11,7 @@ MODULES = (
     "package_models",
     "pair_models",
     "own_models",
+    "public_ways",
     "linen_layers",
     "nnx_layers",
 )

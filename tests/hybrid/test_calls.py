@@ -4,6 +4,7 @@ import functools
 import inspect
 import warnings
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -232,6 +233,44 @@ def test_rows_of_blocks_are_generated():
     np.testing.assert_array_equal(found.tokens, known.greedy(PROMPTS, 6))
     rows = np.array([[1, 2, 3, 4, 5]], np.int32)
     np.testing.assert_allclose(engine.logits(known.state, rows), known.logits(rows), atol=1e-5)
+
+
+class OneLength(nn.Module):
+    """Averages of the tokens before, of rows of 16 tokens and no others."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        assert tokens.shape[1] == 16, f"rows of 16 tokens, not {tokens.shape[1]}"
+        embed, before = nn.Embed(64, 16), jnp.tril(jnp.ones((16, 16)))
+        x = embed(tokens)
+        mean = jnp.einsum("qk,bkd->bqd", before / before.sum(1, keepdims=True), x)
+        return embed.attend(x + nn.Dense(16)(mean))
+
+
+def one_length():
+    step = zeroxla.make_step(
+        OneLength(),
+        zeroxla.make_mesh(nodes=2),
+        loss=lambda apply, batch, *, train: jnp.mean(apply(batch["tokens"][:, :16]) ** 2),
+    )
+    step.abstract_state(BATCH)
+    return step
+
+
+@pytest.mark.parametrize("options", [{"sample_length": 16}, {}])
+def test_rows_of_one_length_are_traced_at_no_other(options):
+    engine = HybridEngine(one_length(), max_length=16, **options)
+    assert (engine._model.sample_length, engine._model.sample_places) == (16, 16)
+    assert engine.max_length == 16
+    assert engine._model.calls.has_cache
+
+
+def test_a_model_that_takes_no_longer_rows_has_no_derived_cache():
+    """Its own words are in the warning, and each token takes a full pass."""
+    text = r"the model takes no rows of 32 tokens: AssertionError: rows of 16 tokens, not 32"
+    with pytest.warns(UserWarning, match=text):
+        engine = HybridEngine(one_length(), sample_length=16, max_length=32)
+    assert not engine._model.calls.has_cache
 
 
 def test_lengths_that_grow_until_a_call_takes_them():

@@ -229,6 +229,31 @@ CASES = {  # function, arrays, ways of some of its equations
         [floats(8, 4), indices(12, 4, 12)],
         {"gather": ["w w -> w", "0 c -> s", "1 c -> 2", "c 0 -> 0", "c 1 -> 1"]},
     ),
+    "lookup of tokens by number": (  # rows and positions are one dim, of which either is split
+        lambda x, i: x.reshape(32, 4)[i],
+        [floats(4, 8, 4), indices(32, 12)],
+        {"gather": ["w w -> w", "0.0 c -> s", "0.1 c -> s", "1 c -> 1", "c 0 -> 0"]},
+    ),
+    "lookup of tokens outside": (
+        lambda x, i: jnp.take(x.reshape(32, 4), i, axis=0, mode="fill", fill_value=7.0),
+        [floats(4, 8, 4), indices(80, 12) - 40],
+        {"gather": ["w w -> w", "0.0 c -> s", "0.1 c -> s", "1 c -> 1", "c 0 -> 0"]},
+    ),
+    "lookup of tokens, clipped": (
+        lambda x, i: jnp.take(x.reshape(32, 4), i, axis=0, mode="clip"),
+        [floats(4, 8, 4), indices(80, 12) - 40],
+        {"gather": ["w w -> w", "0.0 c -> s", "0.1 c -> s", "1 c -> 1", "c 0 -> 0"]},
+    ),
+    "lookup, table by table": (  # with batching dims
+        jax.vmap(lambda x, i: x.reshape(32, 4).at[i].get(mode="fill", fill_value=0.0)),
+        [floats(4, 4, 8, 4), indices(40, 4, 12)],
+        {"gather": [*("w w -> w", "0 0 -> 0", "1.0 c -> s", "1.1 c -> s", "2 c -> 2", "c 1 -> 1")]},
+    ),
+    "rows of groups": (
+        lax.ragged_dot,
+        [floats(12, 4), floats(8, 4, 8), np.array([3, 0, 1, 0, 4, 2, 0, 1], np.int32)],
+        {"ragged_dot_general": ["w w w -> w", "0 c c -> 0", "1 1 c -> s", "c 2 c -> 1"]},
+    ),
     "take along": (
         lambda x, i: jnp.take_along_axis(x, i[..., None], axis=-1)[..., 0],
         [floats(4, 8, 12), indices(12, 4, 8)],
@@ -392,7 +417,9 @@ def check(found, eq, ways):
     stacks = [[held(x, h) for x, h in zip(args, each, strict=True)] for each in given]
 
     def run_all(stacks):
-        return [differentiated(call, args, cts) for call, args in zip(calls, stacks, strict=True)]
+        # JAX's vmap lacks some rules for what all devices share.
+        own = [(ct + 0 * lax.axis_index("axis")).astype(ct.dtype) for ct in cts]
+        return [differentiated(call, args, own) for call, args in zip(calls, stacks, strict=True)]
 
     each = jax.jit(jax.vmap(run_all, axis_name="axis", axis_size=parts))(stacks)
     want = jax.tree.leaves(differentiated(call, args, cts))

@@ -35,6 +35,9 @@ MODELS = {
     "GPT, computed again": lambda: GPT.tiny(remat=True),
     "Mixtral": lambda: Mixtral.tiny(),
     "Mixtral, ragged": lambda: Mixtral.tiny(routing="ragged"),
+    "Mixtral, ragged and computed again": lambda: Mixtral.tiny(
+        routing="ragged", remat=True, scan=False
+    ),
     "Llama, grouped heads": lambda: Llama.tiny(heads=8, kv_heads=4, width=64),
     "Llama, computed again": lambda: Llama.tiny(heads=8, kv_heads=4, width=64, remat=True),
 }
@@ -42,6 +45,9 @@ CHUNKED, EIGHT = "GPT, in blocks", {"context": 8}
 """A loss in 4 chunks of 4 positions, which 8 devices cannot share."""
 ROWS = [
     ("Llama, computed again", {"nodes": 1, "tensor": 4, "context": 2}),
+    ("Mixtral, ragged", {"nodes": 1, "expert": 4}),
+    ("Mixtral, ragged", {"nodes": 1, "expert": 2, "context": 2}),
+    ("Mixtral, ragged and computed again", {"nodes": 2, "expert": 4}),
     *(
         (name, {"nodes": nodes, **axes})
         for name in [*MODELS][:-1]
@@ -254,6 +260,21 @@ def test_tokens_travel_to_their_experts_and_back():
     assert "expert" not in rows["layers/self_attn/q_proj/kernel"]
     in_layers = [c for c in described.axes[0].conversions if c.times == 2 and len(c.shape) == 4]
     assert [(c.forward, c.backward) for c in in_layers] == [("all-to-all", "all-to-all")] * 2
+
+
+@pytest.mark.slow
+def test_sorted_experts_are_a_quarter_of_the_work():
+    """As XLA counts the compiled step; and the bank is stored and gathered in parts."""
+    batch, counted = tokens(8), {}
+    for size, axes in ((1, {}), (4, {"expert": 4})):
+        mesh = zeroxla.make_mesh(nodes=1, devices=jax.devices()[:size], **axes)
+        step = step_of(Mixtral.tiny(routing="ragged"), mesh)
+        compiled = step.lower(step.abstract_state(batch), batch).compile()
+        counted[size] = compiled.cost_analysis()["flops"]
+    assert counted[4] < 1.1 * counted[1] / 4
+    rows = {row.path: row.placement for row in step.describe().rows}
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        assert "expert: dim 1 in 4" in rows[f"layers/experts/{name}"]
 
 
 @pytest.mark.slow

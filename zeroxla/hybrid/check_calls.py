@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from zeroxla.hybrid.calls import ModelCalls
-from zeroxla.hybrid.find_calls import NUM_ROWS, sample_places
+from zeroxla.hybrid.find_calls import NUM_ROWS
 from zeroxla.hybrid.model import LanguageModel, Samples
 from zeroxla.split.dims_flow import DimsFlow
 from zeroxla.split.small_instance import SmallInstance
@@ -74,8 +74,8 @@ def checked_calls(model: LanguageModel) -> ModelCalls:
     how = model.calls.with_cache
     if calls.has_cache or how is None or how.traced is not None:
         return calls
-    places = sample_places(model.sample_length, calls.adapted)
-    traced = calls.with_traced(model.params, model.model_state, NUM_ROWS, places)
+    shape = NUM_ROWS, model.sample_places
+    traced = calls.with_traced(model.params, model.model_state, *shape)
     return checked_calls(dataclasses.replace(model, calls=traced))
 
 

@@ -23,10 +23,15 @@ SHORTEST = 4
 """The shortest rows that a call is tried on."""
 
 
-def sample_places(length: int, adapted: Adapted) -> int:
+def sample_places(length: int, limit: int | None) -> int:
     """Return the number of a sample cache's places, for samples of a length without a cache: a
-    multiple of it, since whole rows may need one."""
-    return 2 * length if 2 * length <= (adapted.context or 2 * length) else length
+    multiple of it, since whole rows may need one.
+
+    Args:
+      length: the length of the samples.
+      limit: the most tokens of a row; None for no limit.
+    """
+    return 2 * length if limit is None or 2 * length <= limit else length
 
 
 def several_tokens(places: int) -> int:
@@ -92,7 +97,7 @@ def find_calls(
         )
     make = options.make_cache or adapted.make_cache
     found, length = _whole_rows(adapted, params, model_state, names, make, options)
-    places = sample_places(length, adapted)
+    places = sample_places(length, options.limit or adapted.context)
     cache = _find_cache(found, params, model_state, names, make, dtype, places, options)
     if isinstance(cache, str):
         found = dataclasses.replace(found, no_cache=cache)

@@ -58,6 +58,7 @@ class LanguageModel:
       params: the shapes of its leaves, in the compute dtype.
       model_state: the shapes of its other collections.
       sample_length: the length of the rows on which its call is traced.
+      sample_places: the number of places of the cache with which it is traced.
       multiple: whole rows have a multiple of so many tokens.
       cache_dtype: the dtype of floating arrays in its cache.
     """
@@ -66,6 +67,7 @@ class LanguageModel:
     params: Tree
     model_state: Tree
     sample_length: int
+    sample_places: int
     multiple: int = 1
     cache_dtype: Any = None
 
@@ -121,6 +123,7 @@ class LanguageModel:
             params=params,
             model_state=model_state,
             sample_length=length,
+            sample_places=sample_places(length, options.limit or adapted.context),
             multiple=1 if usual else length,
             cache_dtype=dtype,
         )
@@ -224,7 +227,7 @@ class LanguageModel:
         how = self.calls.with_cache
         if how is None:
             return Samples(leaves=leaves, forward=forward)
-        places = sample_places(self.sample_length, self.calls.adapted)
+        places = self.sample_places
         num = several_tokens(places)
         several = None if how.one_token else self._cached(leaves, NUM_ROWS, places, num)
         one = self._cached(leaves, NUM_ROWS, places, 1)

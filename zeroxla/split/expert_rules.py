@@ -66,7 +66,9 @@ def _run_ragged(axis: SplitAxis, dims: DimsOf, eq: Equation, args: Args) -> list
     if (known := group_dims(eq)) is not None:
         rows, groups, _ = known
         if is_split(dims[eq.inputs[1]][groups]):  # the rows are those of this device's groups
-            sizes = lax.dynamic_slice_in_dim(sizes, axis.index * rhs.shape[groups], rhs.shape[groups])
+            sizes = lax.dynamic_slice_in_dim(
+                sizes, axis.index * rhs.shape[groups], rhs.shape[groups]
+            )
         elif is_split(whole[rows]):
             sizes = _sizes_in_part(axis, whole[rows], sizes)
     return run_sum(axis, eq, (lhs, rhs, sizes, *rest), {i: whole[i] for i in left})

@@ -151,11 +151,13 @@ class Window:
 
     def taken(self, whole: jax.Array, held: Holding) -> jax.Array:
         """Return the device's rows of an array that it has, as a ragged array."""
+        assert held.dim is not None
         size = whole.shape[held.dim]
         return self.own(_run_of(whole, held.dim, (0, size), self.start), held)
 
     def put_back(self, x: jax.Array, held: Holding) -> jax.Array:
         """Return a ragged array with the device's rows at their places, zeros elsewhere."""
+        assert held.dim is not None
         size = x.shape[held.dim]
         return _run_of(self.own(x, held), held.dim, (size, 0), size - self.start)
 

@@ -6,12 +6,14 @@ table whose rows are split: each device contributes zeros for rows that other de
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from zeroxla.program.trace import Equation
-from zeroxla.split.atoms import Dims, block, expand, is_split, pieces_of
+from zeroxla.split.atoms import Dim, Dims, block, expand, is_split, pieces_of
 from zeroxla.split.attention import ATTENTION_RULES
 from zeroxla.split.collective_rules import COLLECTIVE_RULES
 from zeroxla.split.convolutions import CONVOLUTION_RULES
@@ -93,24 +95,43 @@ def _run_gather(axis: SplitAxis, dims: DimsOf, eq: Equation, args: Args) -> list
     if rows is None or not is_split(of_table[rows]) or sizes[rows] != 1:
         return bind(eq, args, slice_sizes=sizes)
     table, indices = args
-    num, mine = shape_of(eq.inputs[0])[rows], table.shape[rows]
+    if jnp.issubdtype(indices.dtype, jnp.unsignedinteger):
+        indices = indices.astype(jnp.int32)
+    num = dataclasses.replace(axis, parts=1).dim_size(of_table[rows])
     if mode == lax.GatherScatterMode.CLIP:
         indices = jnp.clip(indices, 0, num - 1)
-    here = indices - axis.index * mine
+    is_inside = (indices >= 0) & (indices < num)
+    places, is_here = _places_in_part(axis, of_table[rows], indices)
     clip = lax.GatherScatterMode.CLIP
-    (found,) = bind(eq, (table, here), slice_sizes=sizes, mode=clip)
+    (found,) = bind(eq, (table, places), slice_sizes=sizes, mode=clip)
 
     def spread(flags: jax.Array) -> jax.Array:
         batch = [i for i in range(found.ndim) if i not in numbers.offset_dims]
         return lax.broadcast_in_dim(flags[..., 0], found.shape, batch)
 
-    found = axis.sum(jnp.where(spread((here >= 0) & (here < mine)), found, 0))
+    found = axis.sum(jnp.where(spread(is_here & is_inside), found, 0))
     if mode == lax.GatherScatterMode.FILL_OR_DROP:  # Like jnp.take: NaN outside of the table.
         missing = jnp.nan if eq.params["fill_value"] is None else eq.params["fill_value"]
         if axis.defers:  # as a summand, on one device
             missing = jnp.where(axis.index == 0, missing, 0)
-        found = jnp.where(spread((indices >= 0) & (indices < num)), found, missing)
+        found = jnp.where(spread(is_inside), found, missing)
     return [found]
+
+
+def _places_in_part(axis: SplitAxis, dim: Dim, places: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return where places in a whole dim are in a device's part of it, and whether they are.
+
+    The split factor of the dim need not be its first: tokens that are numbered through rows and
+    positions, and split along positions, are one run of places for each row.
+    """
+    atoms = expand(dim)
+    (k,) = (k for k, atom in enumerate(atoms) if atom.chosen)
+    inner, mine = axis.dim_size(atoms[k + 1 :]), axis.atom_size(atoms[k])
+    size = dataclasses.replace(axis, parts=1).atom_size(atoms[k])
+    outside, rest = jnp.divmod(places, size * inner)
+    at, inside = jnp.divmod(rest, inner)
+    at = at - axis.index * mine
+    return (outside * mine + at) * inner + inside, (at >= 0) & (at < mine)
 
 
 RULES: dict[str, Rule] = {

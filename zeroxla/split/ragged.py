@@ -2,11 +2,11 @@
 stands between and behind them.
 
 Models sort the pairs of a token and an expert by expert and multiply them with a bank by
-`jax.lax.ragged_dot`, which takes the sizes of the groups. If each device has the matrices of its own
-groups, it needs their rows alone. Which these are is known when the program runs, so such arrays are
-`ragged` (see `holdings`): they have room for all rows. An activation between two products goes
-through row by row. Behind the last product rows go back to their tokens and are added up, which is
-linear: it is done with summands, and tokens are reduced, not pairs.
+`jax.lax.ragged_dot`, which takes the sizes of the groups. If each device has the matrices of its
+own groups, it needs their rows alone. Which these are is known when the program runs, so such
+arrays are `ragged` (see `holdings`): they have room for all rows. An activation between two
+products goes through row by row. Behind the last product rows go back to their tokens and are added
+up, which is linear: it is done with summands, and tokens are reduced, not pairs.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import dataclasses
 from collections.abc import Hashable
 
 import jax.numpy as jnp
+import numpy as np
 
 from zeroxla.program.likeness import likeness
 from zeroxla.program.primitives import (
@@ -84,11 +85,15 @@ class RaggedRows:
             if way is not None:
                 found._ways.setdefault(eq, []).append(way)
                 found.rows.update(zip(eq.outputs, way.gives, strict=True))
-                if dims is not None:
-                    found._copy(eq.inputs[0], made_by)
-            if eq.name in _LINEAR and any(x in found.rows or x in found.added for x in eq.values):
-                found._ways.setdefault(eq, []).extend(found._of_summands(eq))
-                found.added.update(v for v in eq.outputs if v.is_float)
+                for x, (need,) in zip(eq.inputs, way.needs, strict=True):
+                    if need.sizes is not None and x not in found.rows:
+                        found._copy(x, made_by)
+            follows = any(x in found.rows or x in found.added for x in eq.values)
+            if follows and eq.name in _LINEAR | CUSTOM_RULES:
+                ways = found._of_summands(eq)
+                found._ways.setdefault(eq, []).extend(ways)
+                if ways or eq.name in LINEAR | SUMS | {"div", "mul"}:
+                    found.added.update(v for v in eq.outputs if v.is_float)
         return found
 
     def ways(self, eq: Equation, work: float) -> list[Way]:
@@ -106,10 +111,11 @@ class RaggedRows:
         """Add the ways to compute what a product reads from copies, back to the tokens: then the
         gradients of tokens are reduced, and not those of each pair."""
         eq = made_by.get(operand) if isinstance(operand, Value) else None
-        is_known = eq is None or eq in self._ways or steps == _MOST_STEPS
-        if is_known or eq.is_pinned or eq.name in LOOPS or not all(v.is_float for v in eq.outputs):
+        if eq is None or eq in self._ways or steps == _MOST_STEPS:
             return
-        if any(map(self.flow.made_of_leaves, eq.inputs)):
+        if eq.is_pinned or eq.name in LOOPS or not all(v.is_float for v in eq.outputs):
+            return
+        if eq.name != "gather" and any(map(self.flow.made_of_leaves, eq.inputs)):
             return
         num, local = len(eq.inputs), flow_alone(eq, self.flow)
         self._ways[eq] = [Way(((COPIES,),) * num, (COPIES,) * len(eq.outputs), None, local)]
@@ -149,7 +155,8 @@ class RaggedRows:
         local = flow_alone(eq, self.flow)
         (alone,), inputs = local.program.equations, local.program.inputs
         i, held = next((i, self.rows[x]) for i, x in enumerate(eq.inputs) if x in self.rows)
-        assert held.dim is not None and held.sizes is not None
+        assert held.dim is not None
+        assert held.sizes is not None
         if len(atoms := expand(local.dims[inputs[i]][held.dim])) != 1:
             return None
         (atom,) = atoms
@@ -173,8 +180,12 @@ class RaggedRows:
         if not all(v.is_float for v in eq.outputs):
             return []
         needs: list[tuple[Holding, ...]] = []
-        if eq.name == "gather" and eq.params["fill_value"] is None:
+        if eq.name == "gather" and _adds_up_outside(eq):
             needs.append((SUMMANDS, COPIES))
+        elif eq.name in CUSTOM_RULES:
+            if not _is_linear(self.flow.bodies[eq][0], len(eq.outputs)):
+                return []
+            needs.append(tuple(SUMMANDS if _is_float(x) else COPIES for x in eq.inputs))
         elif eq.name == "dot_general":
             needs += [(SUMMANDS, COPIES), (COPIES, SUMMANDS)]
         elif eq.name in ("name", "slice"):
@@ -203,13 +214,39 @@ def _is_by_rows(flow: DimsFlow, eq: Equation, atom: Atom) -> bool:
     return True
 
 
+def _adds_up_outside(eq: Equation) -> bool:
+    """Return whether a lookup outside of a table of summands gives what it gives in their sum."""
+    fill = eq.params["fill_value"]
+    return fill is None or bool(np.isnan(fill)) or fill == 0
+
+
+def _is_linear(body: DimsFlow, num_results: int) -> bool:
+    """Return whether the forward program of a derivative of the model's own is linear in its
+    floating input, as a sort of rows is, and keeps nothing of it for backward."""
+    of_input = {v for v in body.program.inputs if v.is_float}
+    for eq in body.program.equations:
+        if of_input.isdisjoint(eq.values):
+            continue
+        is_lookup = eq.name == "gather" and eq.inputs[1] not in of_input and _adds_up_outside(eq)
+        if not is_lookup and eq.name not in LINEAR | {"name", "slice"}:
+            return False
+        of_input.update(eq.outputs)
+    results, kept = body.program.outputs[:num_results], body.program.outputs[num_results:]
+    return of_input.issuperset(results) and of_input.isdisjoint(kept)
+
+
 def _is_float(operand: Operand) -> bool:
-    return operand.is_float if isinstance(operand, Value) else is_float(jnp.result_type(operand.value))
+    if isinstance(operand, Value):
+        return operand.is_float
+    return is_float(jnp.result_type(operand.value))
 
 
 def _likeness_of(operand: Operand, made_by: dict[Value, Equation], steps: int = 0) -> Hashable:
     """Return a key that is equal for values that are computed alike from the same values."""
-    eq = made_by.get(operand) if isinstance(operand, Value) else None
+    if isinstance(operand, Constant):
+        value = np.asarray(operand.value)
+        return (str(value.dtype), value.shape, value.tobytes()) if value.size == 1 else operand
+    eq = made_by.get(operand)
     if eq is None or eq.has_effects or steps == _MOST_STEPS:
         return operand
     inputs = tuple(_likeness_of(x, made_by, steps + 1) for x in eq.inputs)

@@ -18,8 +18,8 @@ from jax import lax
 from zeroxla.program import compat
 from zeroxla.program.scan import Scan
 from zeroxla.program.trace import Constant, Equation, Operand, Value
-from zeroxla.split.holdings import COPIES, WHOLE, Holding, Kind, Window, cheapest, convert
 from zeroxla.split.atoms import Dims
+from zeroxla.split.holdings import COPIES, WHOLE, Holding, Kind, Window, cheapest, convert
 from zeroxla.split.run_parts import PartsRunner, rematerialised
 from zeroxla.split.split_axis import SplitAxis
 from zeroxla.split.ways import AxisPlan, Way
@@ -92,9 +92,10 @@ class PlanRunner:
             held[want] = self._converted(env, held[first], dims, first, want)
         return held[want]
 
-    def _converted(self, env: _Env, x: jax.Array, dims: Dims, *holdings: Holding) -> jax.Array:
-        """Return an array of the first holding in the second one."""
-        return convert(x, dims, *holdings, self.axis, lambda held: self._window(env, held))
+    def _converted(
+        self, env: _Env, x: jax.Array, dims: Dims, have: Holding, want: Holding
+    ) -> jax.Array:
+        return convert(x, dims, have, want, self.axis, lambda held: self._window(env, held))
 
     def _window(self, env: _Env, held: Holding) -> Window:
         """Return the rows that a ragged holding gives the device."""

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from zeroxla.frontend.base import Tree
 from zeroxla.hybrid.from_trace.cutter import AnyEquation
-from zeroxla.hybrid.from_trace.places import Along, PlaceAxis
+from zeroxla.hybrid.from_trace.places import Along, ForbiddenError, PlaceAxis
 from zeroxla.hybrid.from_trace.plan import PlacePlan, follow_places, plan_places
 from zeroxla.hybrid.from_trace.run import Forms, Outputs
 from zeroxla.program import compat
@@ -50,10 +50,15 @@ class TracedCache:
           dtype: the dtype of floating arrays that are kept for all places; None keeps their own.
 
         Raises:
-          ForbiddenError: an equation cannot be computed at one place; the message names it.
+          ForbiddenError: an equation cannot be computed at one place, and the message names it; or
+            the model takes no rows of so many places, as those that take one length alone.
         """
-        tokens = jax.ShapeDtypeStruct((rows, places), jnp.int32)
-        program, _ = trace(self.forward, params, model_state, tokens, opened=compat.forward_jaxpr)
+        args = params, model_state, jax.ShapeDtypeStruct((rows, places), jnp.int32)
+        try:
+            program, _ = trace(self.forward, *args, opened=compat.forward_jaxpr)
+        except Exception as error:  # Whatever a model raises on rows that it does not take.
+            why = f"the model takes no rows of {places} tokens: {type(error).__name__}: {error}"
+            raise ForbiddenError(None, why) from error
         last, along, cutter = len(program.inputs) - 1, Along(1), AnyEquation(places, dtype)
         found = follow_places(program, [*[None] * last, frozenset({along})], cutter)
         return plan_places(program, found, {last: along}, {0: [along]}, cutter)

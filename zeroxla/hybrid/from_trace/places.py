@@ -68,10 +68,11 @@ class PlaceAxis(SplitAxis):
 
 
 class ForbiddenError(Exception):
-    """An equation cannot be computed place by place; the message names it."""
+    """A model cannot be computed place by place; the message names the equation, if it is one."""
 
-    def __init__(self, eq: Equation, why: str) -> None:
-        super().__init__(f"`{eq.name}` to {eq.outputs[0].aval.str_short()}: {why}")
+    def __init__(self, eq: Equation | None, why: str) -> None:
+        at = "" if eq is None else f"`{eq.name}` to {eq.outputs[0].aval.str_short()}: "
+        super().__init__(at + why)
 
 
 def mark(dims: Dims, along: Along, places: Atom, eq: Equation) -> None:

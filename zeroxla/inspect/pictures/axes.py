@@ -11,7 +11,7 @@ from zeroxla.inspect.pictures.figures import COLORS, FRAME, INK, finish, new_fig
 from zeroxla.program.report import format_bytes
 from zeroxla.split.axis_report import AxisReport, in_words
 from zeroxla.split.axis_scopes import AxisMove, ScopeRow
-from zeroxla.split.holdings import COPIES, SUMMANDS, WHOLE, Holding
+from zeroxla.split.holdings import COPIES, SUMMANDS, WHOLE, Holding, Kind
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -142,7 +142,7 @@ def _box(axes: Axes, x: float, middle: float, width: float, held: Holding, lengt
     from matplotlib.patches import Rectangle
 
     bottom = middle - _HEIGHT / 2
-    share = 1 / length if held.dim is not None else 1.0
+    share = 1 / length if held.kind is Kind.PART else 1.0
     axes.add_patch(
         Rectangle((x, bottom), width, _HEIGHT, facecolor="white", edgecolor=FRAME, linewidth=0.8)
     )
@@ -150,7 +150,7 @@ def _box(axes: Axes, x: float, middle: float, width: float, held: Holding, lengt
         Rectangle(
             (x, bottom), width * share, _HEIGHT,
             facecolor=_color(held), edgecolor="white", linewidth=0,
-            hatch="////" if held == SUMMANDS else None, label=in_words(held),
+            hatch="////" if held.adds_up else None, label=in_words(held),
         )
     )  # fmt: skip
 
@@ -191,7 +191,8 @@ def _color(held: Holding) -> str:
 
 
 def _shape_in_words(shape: tuple[int, ...], held: Holding, length: int) -> str:
-    sizes = [f"{size}/{length}" if d == held.dim else str(size) for d, size in enumerate(shape)]
+    parts = {held.dim: length} if held.kind is Kind.PART else {}
+    sizes = [f"{n}/{parts[d]}" if d in parts else str(n) for d, n in enumerate(shape)]
     words = " x ".join(sizes) or "scalar"
     return f"sum of {length}: {words}" if held == SUMMANDS else words
 
@@ -212,7 +213,7 @@ def _legend(figure: Figure, reports: Iterable[AxisReport]) -> None:
     handles = [
         Patch(
             facecolor=_color(held), edgecolor="white", linewidth=0, label=in_words(held),
-            hatch="////" if held == SUMMANDS else None,
+            hatch="////" if held.adds_up else None,
         )
         for held in order
     ]  # fmt: skip

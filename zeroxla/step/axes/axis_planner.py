@@ -18,7 +18,7 @@ from zeroxla.split.experts import experts_of
 from zeroxla.split.holdings import COPIES, Holding, part
 from zeroxla.split.layout import layout_of, structured_dims
 from zeroxla.split.pins import PinsOfAxis
-from zeroxla.split.plan_checks import check_splits
+from zeroxla.split.plan_checks import check_splits, repeated_work
 from zeroxla.split.plan_proof import PlanProof, Verdict, WayTrial
 from zeroxla.split.search import AxisSearch
 from zeroxla.split.ways import AxisPlan
@@ -93,6 +93,9 @@ class AxisPlanner:
             self._warn(found[Verdict.WRONG], found[Verdict.UNKNOWN])
             if not found[Verdict.WRONG]:
                 check_splits(plan, self.name, self.length)
+                # Later plans, of decided leaves, are of the same model: one warning is enough.
+                if known is None and (text := repeated_work(plan, self.name, self.length)):
+                    warnings.warn(text, stacklevel=2)
                 return plan
 
     def _warn(self, wrong: Sequence[WayTrial], unknown: Sequence[WayTrial]) -> None:
