@@ -233,13 +233,14 @@ class TestStartingFromARun:
         assert not run.exists()
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hub") / "base"
+    return write_chat_folder(folder, layers=1, width=16, heads=2, length=32)
+
+
 class TestStartingFromAFolder:
     """Any folder of a known family; here a Qwen3 with a tokenizer of its own."""
-
-    @pytest.fixture(scope="class")
-    def folder(self, tmp_path_factory):
-        folder = tmp_path_factory.mktemp("hub") / "base"
-        return write_chat_folder(folder, layers=1, width=16, heads=2, length=32)
 
     def test_the_folder_s_weights_are_trained_in_its_tokens(self, folder, text, tmp_path, capsys):
         run, export = tmp_path / "run", tmp_path / "export"
@@ -279,9 +280,7 @@ class TestStartingFromAFolder:
             (["--init", "nowhere"], "nowhere"),
         ],
     )
-    def test_what_does_not_fit_is_refused(
-        self, folder, text, tmp_path, capsys, options, message
-    ):
+    def test_what_does_not_fit_is_refused(self, folder, text, tmp_path, capsys, options, message):
         run = tmp_path / "run"
         told = ["--init", folder, "--data", text, *TINY[10:], *options]
         assert rlhf("--run", run, *told) == 2

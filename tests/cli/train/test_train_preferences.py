@@ -201,20 +201,22 @@ def test_what_is_refused(hub, monkeypatch, capsys, arguments, message):
     check_refused(common(hub, *arguments), message, capsys)
 
 
+@pytest.fixture(scope="module")
+def common_whole(hub):
+    told = common(hub)
+    at = told.index("--lora-rank")
+    return [*told[:at], *told[at + 2 :], "--learning-rate", 0.01]
+
+
+@pytest.fixture(scope="module")
+def finished_whole(common_whole, tmp_path_factory):
+    run = tmp_path_factory.mktemp("whole") / "run"
+    assert train("--run", run, *common_whole, "--dpo-reference", "float32") == 0
+    return run
+
+
 class TestWithoutAdapters:
     """The reference is a copy of the first weights, which the run keeps."""
-
-    @pytest.fixture(scope="class")
-    def common_whole(self, hub):
-        told = common(hub)
-        at = told.index("--lora-rank")
-        return [*told[:at], *told[at + 2 :], "--learning-rate", 0.01]
-
-    @pytest.fixture(scope="class")
-    def finished_whole(self, common_whole, tmp_path_factory):
-        run = tmp_path_factory.mktemp("whole") / "run"
-        assert train("--run", run, *common_whole, "--dpo-reference", "float32") == 0
-        return run
 
     def test_its_steps_are_those_of_dpo_in_python(self, finished_whole, common_whole, hub):
         options = read_options("train", [*map(str, common_whole)], TrainOptions)

@@ -95,8 +95,8 @@ class Weights:
     @property
     def dtype(self) -> str:
         """The dtype of leaves that are stored as floats. In the one of the computation they are
-        what a copy of the model would be given of float32, bit for bit. A base is added to its adapters
-        in float32 before, so it is stored so unless its own folder has that dtype."""
+        what a copy of the model would be given of float32, bit for bit. A base is added to its
+        adapters in float32 before, so it is stored so unless its own folder has that dtype."""
         form, computed = self.options.weights, self.step.config.compute_dtype
         if form in FLOATS:
             return form
