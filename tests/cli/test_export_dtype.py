@@ -56,7 +56,7 @@ def differences(said):
 
 def is_dense(name):
     """Return whether a tensor is of a product with a kernel, which is stored in 4 bits."""
-    return "norm" not in name and "embed" not in name
+    return name.endswith("weight") and "norm" not in name and "embed" not in name
 
 
 def change_of(adapter, name):
