@@ -19,7 +19,7 @@ import numpy as np
 
 from zeroxla import models
 from zeroxla.checkpoint.weights.safetensors_reader import check_weights
-from zeroxla.checkpoint.weights.safetensors_writer import BESIDE
+from zeroxla.checkpoint.weights.safetensors_writer import BESIDE, DTYPES
 from zeroxla.checkpoint.weights.tensor_names import abstract
 from zeroxla.cli.data.chat_template import MORE_TEMPLATES, find_template
 from zeroxla.cli.data.text import VOCABULARY
@@ -208,6 +208,14 @@ def activation_bytes(shape: Any) -> int:
       shape: has the attributes `layers` and `width`.
     """
     return 34 * shape.layers * shape.width
+
+def folder_dtype(config: Mapping[str, Any] | None) -> str:
+    """Return the dtype of floats that a folder's config.json names; float32 if it names none."""
+    config = config or {}
+    parts = [config, config.get("text_config") or {}]
+    named = [part.get(key) for part in parts for key in ("dtype", "torch_dtype")]
+    found = str(next(filter(None, named), "")).removeprefix("torch.")
+    return found if found in DTYPES else "float32"
 
 
 def takes_segments(kind: type[Any]) -> bool:
