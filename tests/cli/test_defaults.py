@@ -146,6 +146,8 @@ def test_the_help_tells_the_librarys_defaults(command):
         for name, value in TOLD.items():
             if name in texts:
                 told = re.search(r"Default: ([\w.]+?)[.;,]", texts[name])[1]
-                assert told in (str(value), f"{value:g}", f"{value}".removesuffix(".0")) if (
-                    isinstance(value, float)
-                ) else told == str(value), name
+                assert (
+                    told in (str(value), f"{value:g}", f"{value}".removesuffix(".0"))
+                    if (isinstance(value, float))
+                    else told == str(value)
+                ), name
