@@ -11,7 +11,8 @@ from tools.train import train, train_as_a_user, values
 from zeroxla.cli.errors import UsageError
 from zeroxla.cli.read_options import read_options
 from zeroxla.cli.rlhf.options import RlhfOptions
-from zeroxla.cli.train.chosen import folder_dtype, settled, settled_rlhf
+from zeroxla.cli.train.chosen import settled, settled_rlhf
+from zeroxla.cli.train.model import folder_dtype
 from zeroxla.cli.train.options import ALEXNET, TrainOptions
 from zeroxla.cli.train.setup import deepspeed_of, schedule_for
 

@@ -14,8 +14,7 @@ from zeroxla.cli.data.vocabulary import Vocabulary
 from zeroxla.cli.inputs import check_source
 from zeroxla.cli.run_folder import CONFIG, read_config
 from zeroxla.cli.stored_run import StoredRun
-from zeroxla.cli.train.chosen import folder_dtype
-from zeroxla.cli.train.model import MODEL, ModelChoice, choose, from_folder
+from zeroxla.cli.train.model import MODEL, ModelChoice, choose, folder_dtype, from_folder
 
 GENERATION = "generation_config.json"
 
@@ -68,7 +67,7 @@ class TextSource:
         """The dtype in which the model computes, if nobody says otherwise."""
         if self.run is not None:
             return self.run.compute_dtype
-        return folder_dtype(self.choice.config or {})
+        return folder_dtype(self.choice.config)
 
     def generation_config(self) -> dict[str, Any]:
         """Return the contents of the model's generation_config.json; {} if there is none.

@@ -16,12 +16,11 @@ from zeroxla.cli.deepspeed_file import (
     takes,
 )
 from zeroxla.cli.option_groups import flag
+from zeroxla.cli.train.model import folder_dtype
 from zeroxla.cli.train.options import ALEXNET, TrainOptions
 
 if TYPE_CHECKING:
     from zeroxla.cli.rlhf.options import RlhfOptions
-
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,13 +213,3 @@ def _with_dtype(
         dtype, why = "float32", "usual for a new model" if run is None else "as the run began"
     options = dataclasses.replace(options, zero=dataclasses.replace(zero, compute_dtype=dtype))
     return options, [*rows, Setting("compute dtype", dtype, why)]
-
-
-def folder_dtype(config: Mapping[str, Any]) -> str:
-    """Return the dtype that a model's config.json names, or float32 if a step cannot compute in it
-    or it names none."""
-    inner = config.get("text_config")
-    parts = [config, inner] if isinstance(inner, Mapping) else [config]
-    named = [part.get(key) for part in parts for key in ("dtype", "torch_dtype")]
-    found = str(next(filter(None, named), "")).removeprefix("torch.")
-    return found if found in DTYPES else "float32"
