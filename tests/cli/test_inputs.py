@@ -33,6 +33,9 @@ REFUSED = {
     "train --track no_module:Mine": "--track: there is no module 'no_module'",
     "train --metric no_module:mine": "--metric: there is no module 'no_module'",
     "train --metric gone.py:mine": "--metric: there is no file gone.py",
+    "train --run file/run": "cannot write the run folder file/run: file is a file",
+    "train --run there": "there already holds a run; continue it with --resume --run there",
+    "rlhf --run there": "there already holds a run; continue it with --resume --run there",
     "train --resume --run nowhere": "nowhere holds no run to resume",
     "train --batch 0": "--batch 0 must be at least 1",
     "train --holdout 1": "--holdout 1.0 is a share",
@@ -57,12 +60,15 @@ REFUSED = {
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
     """What each command said, in one process without JAX."""
+    folder = tmp_path_factory.mktemp("empty")
+    (folder / "file").touch()
+    (folder / "there" / "checkpoints" / "5").mkdir(parents=True)
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_JAX],
         input="\n".join(REFUSED),
         capture_output=True,
         text=True,
-        cwd=tmp_path_factory.mktemp("empty"),
+        cwd=folder,
     )
     lines = done.stderr.splitlines()
     assert lines[1::2] == ["status 2"] * len(REFUSED), done.stderr
