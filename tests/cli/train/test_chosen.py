@@ -6,6 +6,7 @@ import json
 
 import pytest
 from tools.chat_folder import write_chat_folder, write_conversations
+from tools.rows import preference_rows, write_lines
 from tools.train import train, train_as_a_user, values
 
 from zeroxla.cli.errors import UsageError
@@ -289,3 +290,37 @@ def test_a_metric_over_two_processes_is_that_of_one(finished, hub, tmp_path):
         values(finished[0], "valid_nats")[4], rel=1e-2
     )
     assert printed.count("step 2/4:") == 1  # the first process alone tells
+
+
+@pytest.mark.slow
+def test_a_metric_on_images_is_the_models_accuracy(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "of_images.py").write_text(
+        'def hits(logits, batch):\n    return logits.argmax(-1) == batch["label"]\n'
+    )
+    small = ["--image-size", 63, "--width-multiplier", 0.1, "--batch", 4, "--eval-batches", 1]
+    one = ["--nodes", 1, "--devices-per-node", 1, "--steps", 2, "--metric", "of_images:hits"]
+    train_as_a_user("--model", "alexnet", *small, *one, "--run", tmp_path / "run")
+    found = values(tmp_path / "run", "valid_hits")
+    assert found == values(tmp_path / "run", "valid_accuracy")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data", "PAIRS", "--lora-rank", 2], "--metric: the loss of preferences"),
+        (["--pipe", 2, "--devices-per-node", 1], "--metric with --pipe 2"),
+        (["--metric", "METRIC", "METRIC"], "there is a metric nats already"),
+        (["--metric", "NONE"], "has no 'none'"),
+    ],
+)
+def test_a_metric_that_cannot_work_is_refused(arguments, message, hub, tmp_path, capsys):
+    write_lines(tmp_path / "pairs.jsonl", preference_rows(20, chat=True))
+    places = {
+        "PAIRS": tmp_path / "pairs.jsonl",
+        "METRIC": f"{hub / 'mine.py'}:nats",
+        "NONE": f"{hub / 'mine.py'}:none",
+    }
+    given = [places.get(x, x) for x in arguments]
+    assert train("--run", tmp_path / "run", *common(hub), *given) == 2
+    assert message in capsys.readouterr().err
