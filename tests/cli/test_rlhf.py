@@ -71,6 +71,17 @@ def with_critic(text, tmp_path_factory):
 
 
 class TestFinishedRun:
+    def test_a_log_has_a_line_for_each_iteration_and_checkpoint(self, finished):
+        """The pipe is no terminal."""
+        _, printed = finished
+        lines = [x.split(":")[0] for x in printed.splitlines() if x.startswith("iteration ")]
+        each = [f"iteration {i}/5" for i in range(1, 6)]
+        for i in (2, 4):
+            each.insert(each.index(f"iteration {i}/5") + 1, f"iteration {i}")
+        assert lines == [*each, "iteration 5"]
+        assert "text step 10/" in printed
+        assert "usual for a small new model" in printed
+
     def test_leaves_every_file(self, finished):
         run, _ = finished
         config = json.loads((run / "config.json").read_text())

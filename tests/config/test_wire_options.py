@@ -196,6 +196,23 @@ def test_formats_that_meet_no_leaf_are_said_once():
         step.init(jax.random.key(0), vectors(16))
 
 
+@pytest.mark.parametrize(
+    ("options", "elements", "largest"),
+    [
+        ({}, 1_000, 100_000),
+        ({}, 10**9, 100_000),
+        ({"weight_wire": WireFormat()}, 10**9, 100_000),
+        ({"weight_wire": WireFormat()}, 10**7, 10_000),
+        ({"gradient_wire": WireFormat()}, 30_000, 4095),
+        ({"weight_wire": WireFormat(), "quantize_threshold": 0}, 30_000, 30),
+        ({"weight_wire": WireFormat(), "persistence_threshold": 7_000}, 30_000, 7_000),
+        ({"persistence_threshold": 0}, 30_000, 0),
+    ],
+)
+def test_leaves_that_stay_gathered_leave_some_to_quantize(options, elements, largest):
+    assert ZeroConfig(**options).largest_persistent(elements) == largest
+
+
 def test_a_pattern_that_matches_no_leaf_is_said():
     mesh = zeroxla.make_mesh(nodes=2, devices_per_node=4)
     step = make(mesh, ZeroConfig.zeropp(unquantized=("router",), **ALL))

@@ -101,6 +101,24 @@ def test_the_readme_has_a_runnable_example():
     assert RUNNABLE.search((REPOSITORY / "README.md").read_text())
 
 
+@pytest.mark.usefixtures("eight_devices")
+@pytest.mark.parametrize("preset", ["zeropp", "zeropp_hq", "zeropp_min"])
+def test_the_advice_of_the_readme_quantizes(preset):
+    """Its ten lines with `config=zeroxla.ZeroConfig.zeropp()` warn of nothing: warnings are errors
+    here, and one is due where nothing is quantized."""
+    found = RUNNABLE.search((REPOSITORY / "README.md").read_text())
+    assert found is not None
+    before, step, _ = found[1].partition("state = step.init")
+    assert step
+    advised = before.replace("3e-4))", f"3e-4), config=zeroxla.ZeroConfig.{preset}())")
+    assert advised != before
+    namespace = {}
+    exec(advised, namespace)
+    made, batch = namespace["step"], namespace["batch"]
+    made.abstract_state(batch)
+    assert any("int8" in row.wires for row in made.describe().rows)
+
+
 @pytest.mark.usefixtures("eight_devices", "quick_compilation")
 @pytest.mark.parametrize(
     "name",

@@ -49,6 +49,17 @@ def test_processes_are_told_who_they_are_and_lines_who_printed_them(capfd):
     assert sorted(err.splitlines()) == ["[0] oops", "[1] oops"]
 
 
+def test_an_error_of_all_processes_is_said_once(capfd):
+    """One that is only its own is said, too; other lines are everybody's."""
+    script = "echo warning: x >&2; echo error: bad option >&2; exit 2"
+    assert run(f'[ "$ZEROXLA_PROCESS_ID" = 1 ] && echo error: own >&2; {script}', nodes=3) == 2
+    err = capfd.readouterr().err
+    assert err.count("error: bad option") == 1
+    assert err.count("error: own") == 1
+    assert err.count("warning: x") == 3
+    assert "ended with exit code 2" in err
+
+
 def test_gpus_are_shared_out(capfd, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     assert run("echo $CUDA_VISIBLE_DEVICES") == 0

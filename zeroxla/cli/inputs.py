@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zeroxla.cli.islands.folders import island_folders
+from zeroxla.cli.islands.folders import folder_of, island_folders
 from zeroxla.cli.named_object import check_object
-from zeroxla.cli.run_folder import CONFIG
+from zeroxla.cli.run_folder import CONFIG, check_new
 from zeroxla.cli.tracking.trackers import check_tracker
 from zeroxla.models.folders import download_text, missing_adapter, missing_model
 from zeroxla.program.extras import check_package
@@ -24,8 +24,12 @@ if TYPE_CHECKING:
     from zeroxla.cli.train.options import TrainOptions
 
 
-def check_train(options: TrainOptions) -> None:
+def check_train(options: TrainOptions, slot: int | None = None) -> None:
     """Check what `zeroxla train` is given. A resumed run has copies of all but the data.
+
+    Args:
+      options: the options.
+      slot: the number of the island that the run is; None if it is none.
 
     Raises:
       ValueError: a file, a folder or a module is missing.
@@ -40,6 +44,8 @@ def check_train(options: TrainOptions) -> None:
     check_packages(options.tracking.track, rows)
     if options.output.resume:
         return
+    if options.output.run is not None:
+        check_new(folder_of(options.output.run, slot), options.output.run)
     if (init := options.model.init) is not None and not init.expanduser().is_dir():
         raise ValueError(
             f"--init {init}: there is no such folder, so its config.json cannot be read; "
@@ -60,6 +66,8 @@ def check_rlhf(options: RlhfOptions) -> None:
     check_packages(options.tracking.track, data)
     if options.output.resume:
         return
+    if options.output.run is not None:
+        check_new(options.output.run)
     _check_file("--deepspeed", options.zero.deepspeed)
     if (run := options.start.init_run) is not None and not run.expanduser().is_dir():
         raise ValueError(f"--init-run {run}: there is no such folder; name one of zeroxla train")

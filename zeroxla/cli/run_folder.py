@@ -57,11 +57,7 @@ class RunFolder:
           ValueError: the folder already holds a run with checkpoints, or other files, or cannot be
             written.
         """
-        if has_checkpoint(path):
-            raise ValueError(
-                f"{path} already holds a run; continue it with --resume --run {named or path}, or "
-                "choose another folder with --run"
-            )
+        check_new(path, named)
         folder = cls(path, report)
         try:
             found = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
@@ -189,6 +185,27 @@ def has_checkpoint(path: Path) -> bool:
     """Return whether the folder holds a run with at least one complete checkpoint."""
     folder = path / CHECKPOINTS
     return folder.is_dir() and any(entry.name.isdigit() for entry in folder.iterdir())
+
+
+def check_new(path: Path, named: Path | None = None) -> None:
+    """Check that a folder holds no run with checkpoints, and may be a folder.
+
+    Args:
+      path: the folder.
+      named: what --run names, for messages.
+
+    Raises:
+      ValueError: it does, or a file is in its way.
+    """
+    if has_checkpoint(path):
+        raise ValueError(
+            f"{path} already holds a run; continue it with --resume --run {named or path}, or "
+            "choose another folder with --run"
+        )
+    if files := [parent for parent in (path, *path.parents) if parent.is_file()]:
+        raise ValueError(
+            f"cannot write the run folder {path}: {files[0]} is a file; choose another with --run"
+        )
 
 
 def read_config(path: Path) -> dict[str, Any]:

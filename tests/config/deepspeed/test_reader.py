@@ -507,6 +507,8 @@ def test_one_warning_lists_what_is_ignored():
     assert text.count("\n") == 3
     assert AUTO in text
     assert config == ZeroConfig()
+    several = zero(stage3_max_live_parameters="auto", stage3_prefetch_bucket_size="auto")
+    assert read(several).warning().count(AUTO) == 1
 
 
 def test_no_warning_where_nothing_is_ignored():

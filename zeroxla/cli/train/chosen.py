@@ -16,12 +16,11 @@ from zeroxla.cli.deepspeed_file import (
     takes,
 )
 from zeroxla.cli.option_groups import flag
+from zeroxla.cli.train.model import folder_dtype
 from zeroxla.cli.train.options import ALEXNET, TrainOptions
 
 if TYPE_CHECKING:
     from zeroxla.cli.rlhf.options import RlhfOptions
-
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +33,7 @@ class Setting:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rates:
+class UsualRates:
     """What is usual for a kind of training, which `kind` says in words. The other attributes are
     options of `TrainingOptions`."""
 
@@ -46,17 +45,17 @@ class Rates:
     clip: float = 1.0
 
 
-NEW = Rates(learning_rate=2e-3, min_rate=0.05, weight_decay=0.1, kind="a new model")
+NEW = UsualRates(learning_rate=2e-3, min_rate=0.05, weight_decay=0.1, kind="a new model")
 IMAGES = dataclasses.replace(NEW, learning_rate=3e-4, kind="AlexNet")
 # As the recipes of Zephyr 7B in Hugging Face's alignment handbook; QLoRA (arXiv 2305.14314) has the
 # same 2e-4. The rate of a new model would undo what the folder's model has learned.
-ALL_WEIGHTS = Rates(learning_rate=2e-5, kind="all weights of a trained model")
-ADAPTERS = Rates(learning_rate=2e-4, kind="adapters")
-ALL_WEIGHTS_DPO = Rates(learning_rate=5e-7, kind="preferences on all weights")
-ADAPTERS_DPO = Rates(learning_rate=5e-6, kind="preferences on adapters")
+ALL_WEIGHTS = UsualRates(learning_rate=2e-5, kind="all weights of a trained model")
+ADAPTERS = UsualRates(learning_rate=2e-4, kind="adapters")
+ALL_WEIGHTS_DPO = UsualRates(learning_rate=5e-7, kind="preferences on all weights")
+ADAPTERS_DPO = UsualRates(learning_rate=5e-6, kind="preferences on adapters")
 
 
-def rates_for(options: TrainOptions, *, preferences: bool = False) -> Rates:
+def rates_for(options: TrainOptions, *, preferences: bool = False) -> UsualRates:
     """Return what is usual for a run.
 
     Args:
@@ -72,7 +71,7 @@ def rates_for(options: TrainOptions, *, preferences: bool = False) -> Rates:
     return ALL_WEIGHTS_DPO if preferences else ALL_WEIGHTS
 
 
-def with_rates(options: TrainOptions, rates: Rates | None = None, **file: Any) -> TrainOptions:
+def with_rates(options: TrainOptions, rates: UsualRates | None = None, **file: Any) -> TrainOptions:
     """Return options in which the rates that are not given are the usual ones.
 
     Args:
@@ -214,13 +213,3 @@ def _with_dtype(
         dtype, why = "float32", "usual for a new model" if run is None else "as the run began"
     options = dataclasses.replace(options, zero=dataclasses.replace(zero, compute_dtype=dtype))
     return options, [*rows, Setting("compute dtype", dtype, why)]
-
-
-def folder_dtype(config: Mapping[str, Any]) -> str:
-    """Return the dtype that a model's config.json names, or float32 if a step cannot compute in it
-    or it names none."""
-    inner = config.get("text_config")
-    parts = [config, inner] if isinstance(inner, Mapping) else [config]
-    named = [part.get(key) for part in parts for key in ("dtype", "torch_dtype")]
-    found = str(next(filter(None, named), "")).removeprefix("torch.")
-    return found if found in DTYPES else "float32"

@@ -30,7 +30,7 @@ def run(arguments: Sequence[str]) -> int:
     options = continued("train", arguments, options, FREE, slot)
     try:
         check_given(arguments, options)
-        check_train(options)
+        check_train(options, slot)
     except ValueError as error:
         raise UsageError(str(error)) from error
     outer = options.outer

@@ -25,13 +25,7 @@ from zeroxla.cli.train.island import (
     steps_of,
 )
 from zeroxla.cli.train.make_task import make_task
-from zeroxla.cli.train.metric import (
-    WithMetrics,
-    check_metrics,
-    image_inputs,
-    named_metrics,
-    text_inputs,
-)
+from zeroxla.cli.train.metric import named_metrics, with_metrics
 from zeroxla.cli.train.options import TrainOptions
 from zeroxla.cli.train.output import Output, perplexity, perplexity_of
 from zeroxla.cli.train.plot import plot_run
@@ -94,11 +88,12 @@ class TrainJob(Job[TrainOptions, Output]):
             optimizer = optimizer_for(options, self.schedule)
             config = dataclasses.replace(config, optimizer=None)
         self.own = named_metrics(options.output.metric)
-        model = self.task.model
-        if self.own:
-            check_metrics(options, preferences=self.task.loss is not None)
-            inputs = image_inputs if options.model.model == "alexnet" else text_inputs
-            model = WithMetrics(model, self.own, inputs)
+        model = with_metrics(
+            self.task.model,
+            self.own,
+            options,
+            preferences=isinstance(self.task, PreferencesTask),
+        )
         self.step = make_step(
             model,
             mesh,

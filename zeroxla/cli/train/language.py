@@ -21,7 +21,7 @@ from zeroxla.step.state import TrainState, full_params
 from zeroxla.step.step import Step
 
 
-class Asked(NamedTuple):
+class FinalPrompt(NamedTuple):
     """What a trained model is asked.
 
     Attributes:
@@ -76,10 +76,10 @@ class LanguageTask:
             return None
         return from_pretrained(self._module, init, step, key=key, adapter=adapter)
 
-    def asked(self) -> Asked:
+    def asked(self) -> FinalPrompt:
         """Return what the trained model continues: the text of --prompt."""
         prompt = self.options.output.prompt or "def "
-        return Asked(prompt, self.choice.vocabulary.encode(prompt))
+        return FinalPrompt(prompt, self.choice.vocabulary.encode(prompt))
 
     def show(
         self, step: Step, state: TrainState, folder: RunFolder | NoRunFolder, output: Output

@@ -10,11 +10,44 @@ import jax
 import jax.numpy as jnp
 
 from zeroxla.cli.named_object import named_object
+from zeroxla.cli.train.model import alexnet
 from zeroxla.cli.train.options import TrainOptions
 from zeroxla.frontend import adapt
 from zeroxla.frontend.base import Adapted, AdaptsItself
+from zeroxla.frontend.staged import StagedModel
 
 Metric = Callable[[jax.Array, Mapping[str, jax.Array]], Any]
+
+
+def with_metrics(
+    model: Any, metrics: Mapping[str, Metric], options: TrainOptions, *, preferences: bool
+) -> Any:
+    """Return a run's model, whose evaluation then has metrics besides the loss.
+
+    Args:
+      model: the model, as `make_step` takes it.
+      metrics: the metrics, as `named_metrics` returns them; without any, the model is returned.
+      options: the run's options.
+      preferences: whether the run learns from preferences.
+
+    Raises:
+      ValueError: its evaluation has no logits that a function can take.
+    """
+    if not metrics:
+        return model
+    if preferences:
+        raise ValueError(
+            "--metric: the loss of preferences is of the sums of two responses, and margin and "
+            "accuracy are shown anyway; leave it out"
+        )
+    if options.pipeline.pipe > 1:
+        raise ValueError(
+            f"--metric with --pipe {options.pipeline.pipe}: the logits are in the last stage only; "
+            "leave one of them out"
+        )
+    if options.model.model == "alexnet":
+        return WithMetrics(model, metrics, image_inputs, alexnet(options))
+    return WithMetrics(model, metrics, text_inputs)
 
 
 def named_metrics(names: Sequence[str]) -> dict[str, Metric]:
@@ -37,24 +70,6 @@ def named_metrics(names: Sequence[str]) -> dict[str, Metric]:
     return found
 
 
-def check_metrics(options: TrainOptions, *, preferences: bool) -> None:
-    """Check that a run's evaluation has logits that a function can take.
-
-    Raises:
-      ValueError: it has none.
-    """
-    if preferences:
-        raise ValueError(
-            "--metric: the loss of preferences is of the sums of two responses, and margin and "
-            "accuracy are shown anyway; leave it out"
-        )
-    if options.pipeline.pipe > 1:
-        raise ValueError(
-            f"--metric with --pipe {options.pipeline.pipe}: the logits are in the last stage only; "
-            "leave one of them out"
-        )
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class WithMetrics(AdaptsItself):
     """A model for `make_step` whose evaluation has metrics besides the loss.
@@ -64,17 +79,21 @@ class WithMetrics(AdaptsItself):
       metrics: functions of the logits of a batch and the batch, by name. They are traced. Each
         returns a number for each target, or for each image; the mean is over those that count.
       inputs: a function from a batch to the arguments with which the model is called.
+      called: a module with the same parameters, if the model is a list of layers, which has no
+        call.
     """
 
     model: Any
     metrics: Mapping[str, Metric]
     inputs: Callable[[Mapping[str, jax.Array]], tuple[Any, dict[str, Any]]]
+    called: Any = None
 
     def adapt(self, loss: Callable[..., Any] | None) -> Adapted:
         """Return the model as pure functions; see `AdaptsItself`."""
-        inner = adapt(self.model, loss)
-        assert inner.apply is not None
-        apply = inner.apply
+        staged = isinstance(self.model, StagedModel)
+        inner = self.model.adapted if staged else adapt(self.model, loss)
+        apply = (inner if self.called is None else adapt(self.called)).apply
+        assert apply is not None
 
         def measured(
             params: Any, model_state: Any, batch: Any, key: Any, *, train: bool

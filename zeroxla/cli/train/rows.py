@@ -23,7 +23,7 @@ from zeroxla.cli.data.row_kinds import Conversation, Pair, Preference, TrainingR
 from zeroxla.cli.data.row_lengths import measure
 from zeroxla.cli.data.text import unigram_entropy
 from zeroxla.cli.train.island import seed_of
-from zeroxla.cli.train.language import Asked, LanguageTask
+from zeroxla.cli.train.language import FinalPrompt, LanguageTask
 from zeroxla.cli.train.length import SequenceLength, agreed, bounded, given, with_length
 from zeroxla.cli.train.model import ModelChoice, choose
 from zeroxla.cli.train.options import TrainOptions
@@ -152,7 +152,7 @@ class RowFilesTask(LanguageTask, abc.ABC):
         if self.template is not None:
             self.template.write(run)
 
-    def asked(self) -> Asked:
+    def asked(self) -> FinalPrompt:
         """Return what the trained model is asked: --prompt, or else the first question that was
         held out, with its answer."""
         given, vocabulary = self.options.output.prompt, self.choice.vocabulary
@@ -160,7 +160,7 @@ class RowFilesTask(LanguageTask, abc.ABC):
             return super().asked()
         if given is not None and self.template is not None:
             text = self.template.prompt([{"role": "user", "content": given}])
-            return Asked(given, vocabulary.encode(text), ends=self._ends())
+            return FinalPrompt(given, vocabulary.encode(text), ends=self._ends())
         for source in self.sources:
             for index in range(min(source.rows.num_valid, MAX_ASKED)):
                 with contextlib.suppress(RowError):
@@ -169,7 +169,7 @@ class RowFilesTask(LanguageTask, abc.ABC):
                         return found
         return super().asked()
 
-    def _question(self, row: TrainingRow) -> Asked | None:
+    def _question(self, row: TrainingRow) -> FinalPrompt | None:
         """Return the question in a row that has one, if it leaves room for an answer.
 
         Raises:
@@ -180,7 +180,7 @@ class RowFilesTask(LanguageTask, abc.ABC):
         if isinstance(row, Pair):
             first = [] if vocabulary.first is None else [vocabulary.first]
             numbers = [*first, *(vocabulary.encode(row.prompt) if row.prompt else [])]
-            found = Asked(row.prompt, numbers, row.response, self._ends())
+            found = FinalPrompt(row.prompt, numbers, row.response, self._ends())
         elif isinstance(row, Conversation) and self.template is not None:
             turns = [i for i, x in enumerate(row.messages) if x["role"] == "assistant"]
             last = max((i for i in turns if i >= row.num_given), default=0)
@@ -192,7 +192,7 @@ class RowFilesTask(LanguageTask, abc.ABC):
             end = whole.rpartition(reference)[2]
             closing = frozenset(vocabulary.encode(end)[:1] if end.strip() else [])
             ends = self._ends() | closing
-            found = Asked(prompt, vocabulary.encode(prompt), reference, ends)
+            found = FinalPrompt(prompt, vocabulary.encode(prompt), reference, ends)
         else:
             return None
         return found if 0 < len(found.numbers) < self.options.text.tokens else None

@@ -49,7 +49,10 @@ class DeepSpeedSettings:
         if not self.ignored:
             return ""
         lines = ["these keys of the DeepSpeed configuration have no effect, or another one, here:"]
-        lines += [f"  {key}: {reason}" for key, reason in self.ignored.items()]
+        by_reason: dict[str, list[str]] = {}  # "auto" has one reason for all of its keys
+        for key, reason in self.ignored.items():
+            by_reason.setdefault(reason, []).append(key)
+        lines += [f"  {', '.join(keys)}: {reason}" for reason, keys in by_reason.items()]
         return "\n".join(lines)
 
 
