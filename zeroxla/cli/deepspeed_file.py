@@ -38,18 +38,21 @@ def kept_deepspeed(options: ZeroOptions, run: Path | None) -> Path | None:
 def contents(file: Path | None) -> dict[str, Any]:
     """Return the object in a DeepSpeed configuration; {} if there is none. What is wrong with a
     file is said where all of it is read."""
+    from zeroxla.config.deepspeed.reader import load  # here, because it imports JAX
+
     try:
-        found = {} if file is None else json.loads(file.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError):
+        return {} if file is None else load(file)
+    except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def said_dtype(values: Mapping[str, Any]) -> str | None:
     """Return the dtype that a configuration decides on, also by switching bf16 off; else None."""
-    on = {name: _section(values, name).get("enabled") for name in _DTYPES}
+    from zeroxla.config.deepspeed.sections import flag_of
+
+    on = {name: flag_of(_section(values, name).get("enabled")) for name in _DTYPES}
     for name, dtype in _DTYPES.items():
-        if on[name] is True:
+        if on[name]:
             return dtype
     return "float32" if on["bf16"] is False else None
 

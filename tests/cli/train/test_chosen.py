@@ -121,6 +121,15 @@ class TestDeepspeed:
         for content in ({"bf16": {"enabled": "auto"}}, {"zero_optimization": {"stage": 3}}):
             assert self.settled(tmp_path, content)[0].zero.compute_dtype == "bfloat16"
 
+    def test_it_is_read_as_it_is_written(self, tmp_path):
+        """With comments, and strings for values."""
+        file = tmp_path / "ds.json"
+        file.write_text('{"bf16": {"enabled": "False"}, "gradient_clipping": "0.5",} // mine')
+        found, rows = settled(options("--init=x", f"--deepspeed={file}"), folder=BF16)
+        assert found.zero.compute_dtype is None
+        assert rows[-1].value == "float32"
+        assert found.training.clip == 0.5
+
     def test_its_clipping_wins(self, tmp_path):
         found, rows = self.settled(tmp_path, {"gradient_clipping": 0.25})
         assert found.training.clip == 0.25

@@ -18,6 +18,7 @@ from zeroxla.cli.deepspeed_file import (
 from zeroxla.cli.option_groups import flag
 from zeroxla.cli.train.model import folder_dtype
 from zeroxla.cli.train.options import ALEXNET, TrainOptions
+from zeroxla.config.deepspeed.sections import number_of
 
 if TYPE_CHECKING:
     from zeroxla.cli.rlhf.options import RlhfOptions
@@ -111,7 +112,7 @@ def settled(
     of_file = f"--deepspeed {options.zero.deepspeed}"
     in_file = says_optimizer(values)
     rates = NEW if run is not None else rates_for(options, preferences=preferences)
-    clip = values.get("gradient_clipping")
+    clip = number_of(values.get("gradient_clipping"))
     clips = {} if in_file or not isinstance(clip, int | float) else {"clip": float(clip)}
     training, usual = options.training, ALEXNET.training
     if options.model.model != "alexnet":

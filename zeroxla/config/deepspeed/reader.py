@@ -79,7 +79,7 @@ def read(
     >>> settings.options["hpz_size"], settings.ignored
     (8, {})
     """
-    values = dict(source) if isinstance(source, Mapping) else _load(source)
+    values = dict(source) if isinstance(source, Mapping) else load(source)
     zero = values.get("zero_optimization")
     if isinstance(zero, bool):  # DeepSpeed's first format
         values["zero_optimization"] = {"stage": int(zero)}
@@ -132,8 +132,12 @@ def _in_their_places(values: Mapping[str, Any], found: Findings) -> dict[str, An
     return kept
 
 
-def _load(source: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the object that a JSON file holds."""
+def load(source: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the object that a JSON file holds, as it is written.
+
+    Raises:
+      ValueError: there is no such file, or it holds none.
+    """
     if not isinstance(source, str | os.PathLike):
         raise ValueError(
             f"a DeepSpeed configuration is the path of a JSON file or a dict, not a "

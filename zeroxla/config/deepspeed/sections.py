@@ -196,17 +196,17 @@ def checked(dotted: str, value: Any, key: Key) -> Any:
       ValueError: the value has another type, or is out of range.
     """
     if key.kind in ("count", "number"):
-        number = _number(value)
+        number = number_of(value)
         if not _is_number(number) or not _in_range(number, key):
             raise ValueError(f"{dotted}={value!r} must be {_range(key)}")
         return int(number) if key.kind == "count" else float(number)
     if key.kind == "flag":
-        flag = _flag(value)
+        flag = flag_of(value)
         if flag is None:
             raise ValueError(f"{dotted}={value!r} must be {_WORDS['flag']}")
         return flag
     if key.kind == "pair" and isinstance(value, list | tuple):
-        value = [_number(x) for x in value]
+        value = [number_of(x) for x in value]
     pair = isinstance(value, list | tuple) and len(value) == 2
     fits = {
         "text": isinstance(value, str),
@@ -239,7 +239,7 @@ def nearest(name: str, known: Iterable[Any], *, cutoff: float = 0.0) -> Any:
     return begun[0] if begun else None
 
 
-def _number(value: Any) -> Any:
+def number_of(value: Any) -> Any:
     """Return the number that a string says, such as "5e8"; any other value as it is."""
     if not isinstance(value, str):
         return value
@@ -248,7 +248,7 @@ def _number(value: Any) -> Any:
     return value
 
 
-def _flag(value: Any) -> bool | None:
+def flag_of(value: Any) -> bool | None:
     """Return true or false in any form that DeepSpeed takes; None for another value."""
     if isinstance(value, bool):
         return value
