@@ -142,7 +142,7 @@ class TrainJob(Job[TrainOptions, Output]):
         if self.state is None:
             key = jax.random.key(self.options.training.seed)
             self.state = self.step.init(key, self.feed.example)
-        resumed = self.options.output.resume
+        resumed = bool(self.options.output.resume)
         self.feed.begin(inner_of(self.state), self.path, resumed=resumed)
         self.valid_batches = self.feed.validation(inner_of(self.state))
         rows = self.valid_batches[0]
@@ -162,7 +162,7 @@ class TrainJob(Job[TrainOptions, Output]):
                 self.state,
                 self.batches,
                 self.options.text.batch,
-                resumed=self.options.output.resume,
+                resumed=bool(self.options.output.resume),
             )
             self.done = self.done or steps_of(self.state)
             self.output.print(
