@@ -229,6 +229,15 @@ def test_the_objects_of_kubernetes_are_yaml():
     (container,) = job["spec"]["template"]["spec"]["containers"]
     number = {x["name"]: x.get("value") for x in container["env"]}["ZEROXLA_NUM_PROCESSES"]
     assert int(number) == job["spec"]["completions"] == job["spec"]["parallelism"]
+    # A pod that was drained has ended with 75, is started again, and may take its time to save.
+    assert service["spec"]["publishNotReadyAddresses"] is True
+    rules = job["spec"]["podFailurePolicy"]["rules"]
+    codes = [rule["onExitCodes"]["values"] for rule in rules if "onExitCodes" in rule]
+    assert (codes, {rule["action"] for rule in rules}) == ([[75]], {"Ignore"})
+    pod = job["spec"]["template"]["spec"]
+    assert pod["restartPolicy"] == "Never"
+    assert pod["terminationGracePeriodSeconds"] > 30
+    assert "--resume auto" in container["args"][0]
 
 
 def test_pages_of_families_are_up_to_date():
