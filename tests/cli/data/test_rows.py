@@ -194,7 +194,7 @@ BAD = [
     ({"prompt": "a", "completion": "b", "label": False}, 'the row has "label": false, which says'),
     ({"prompt": "a", "response": "b", "label": 1}, 'the row has "label": 1, which says whether'),
     ({"prompt": [USER], "completion": [HI], "label": True}, 'the row has "label": true'),
-    ({"messages": HELLO, "kto_tag": True}, 'pairs with "chosen" and "rejected". Leave "kto_tag"'),
+    ({"messages": HELLO, "kto_tag": True}, 'pairs with "chosen" and "rejected". Leave "'),
     ({"messages": HELLO[:1]}, "no message is of the assistant, so there is nothing to learn"),
     ({"messages": HELLO, "tools": "search"}, '"tools" is a JSON string; it must be an array'),
     ({"chosen": "a", "prompt": "b"}, 'the row has "chosen" and no "rejected"'),
