@@ -74,6 +74,22 @@ def form_of(path: Path) -> tuple[str, str] | None:
     return (form, last) if form in FORMS and last in COMPRESSIONS else None
 
 
+def checked_form(path: Path) -> tuple[str, str]:
+    """Return the suffixes of a file with rows; see `form_of`.
+
+    Raises:
+      ValueError: it has others.
+    """
+    found = form_of(path)
+    if found is None:
+        raise ValueError(
+            f"{path} ends with {path.suffix or 'no suffix'}; rows are read from files that end "
+            f"with {', '.join(FORMS)}, and with {', '.join(COMPRESSIONS)} after it: rename or "
+            "unpack it"
+        )
+    return found
+
+
 def open_rows(path: Path, keep: Callable[[IO[bytes] | None], IO[bytes]]) -> OpenRows:
     """Open a file of rows.
 
@@ -88,14 +104,7 @@ def open_rows(path: Path, keep: Callable[[IO[bytes] | None], IO[bytes]]) -> Open
 
     Cost: temporary files as large as the rows, where rows cannot be read from the file itself.
     """
-    found = form_of(path)
-    if found is None:
-        raise ValueError(
-            f"{path} ends with {path.suffix or 'no suffix'}; rows are read from files that end "
-            f"with {', '.join(FORMS)}, and with {', '.join(COMPRESSIONS)} after it: rename or "
-            "unpack it"
-        )
-    form, compression = found
+    form, compression = checked_form(path)
     try:
         file = keep(path.open("rb", buffering=_CHUNK))
         if compression:
