@@ -261,9 +261,7 @@ class _Text:
 def _spans_lines(file: IO[bytes], begin: int) -> bool:
     """Return whether the first JSON object of a file goes on after its line."""
     file.seek(begin)
-    line = b""
-    while not line.strip():
-        line = file.readline(MAX_ROW_BYTES)
+    while not (line := file.readline(MAX_ROW_BYTES)).strip():
         if not line:
             return False
     text = line.decode(errors="surrogateescape").rstrip()
@@ -309,7 +307,7 @@ def _table_lines(path: Path, file: IO[bytes], form: str) -> Iterator[tuple[int, 
       ValueError: the header names no columns of rows, or the file is no such table.
     """
     text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
-    # The module's own limit is 128 kB a cell. It is one for the whole process.
+    # The module's own limit is 128 kB a cell, and one for the process.
     csv.field_size_limit(max(csv.field_size_limit(), MAX_ROW_BYTES))
     try:
         first = text.readline(MAX_ROW_BYTES)
