@@ -23,6 +23,7 @@ from zeroxla.data import (
     RowStream,
     Tokens,
     load_sources,
+    measure,
     row_batches,
     template_of,
 )
@@ -53,7 +54,10 @@ def main() -> None:
     vocabulary, template = Tokens(args.model, config), template_of(args.model)
     bad = BadRows(limit=0.01, report=print)
     encoder = RowEncoder(vocabulary=vocabulary, template=template, length=args.length)
-    stream = RowStream(load_sources(args.data, bad=bad), encoder, bad, seed=0)
+    sources = load_sources(args.data, bad=bad)
+    lengths = measure(sources, encoder, bad)
+    print(lengths.report(args.length, too_long="cut", packing=False))
+    stream = RowStream(sources, encoder, bad, seed=0)
     index, count = zeroxla.process_shard(mesh)
     batches = iter(row_batches(stream, batch=args.batch, shard_index=index, shard_count=count))
 

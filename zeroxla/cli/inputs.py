@@ -75,8 +75,13 @@ def check_rlhf(options: RlhfOptions) -> None:
 
 def check_generate(options: GenerateOptions) -> None:
     """Check what `zeroxla generate` is given; see `check_train`."""
+    from zeroxla.cli.data.row_readers import checked_form
+
     check_source(options.source)
-    _check_file("--file", options.prompts.file)
+    file = options.prompts.file
+    if file is not None and file.suffix:  # of no use, whether it is there or not
+        checked_form(file)
+    _check_file("--file", file)
     _check_file("--chat-template", options.prompts.chat_template)
     check_adapter("--adapter", options.weights.adapter)
 

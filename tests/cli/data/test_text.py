@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -58,6 +59,8 @@ class TestLoadCorpus:
             ("a.arrow", b"ARROW1\0\0", "an Arrow file; write it as Parquet"),
             ("a.txt.gz", b"\x1f\x8b\x08", "compressed with gzip"),
             ("a.txt", b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
+            ("a.txt", b"prompt,response\nHello,Hi\n", "a table of rows, .* end it with .csv"),
+            ("a.txt", b'"instruction"\t"output"\r\n', "a table of rows, .* end it with .tsv"),
             ("a.txt", "text".encode("utf-16"), "text in UTF-16; convert it: iconv"),
         ],
     )
@@ -65,7 +68,11 @@ class TestLoadCorpus:
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match=name) as caught:
             load_corpus([tmp_path / name])
-        assert said in str(caught.value)
+        assert re.search(said, str(caught.value))
+
+    def test_a_text_that_begins_like_a_table_is_a_text(self, tmp_path):
+        (tmp_path / "a.txt").write_text("system, input, and text\nare words, too\n" * 9)
+        assert load_corpus([tmp_path / "a.txt"]).num_train_files == 1
 
     def test_a_pointer_of_git_lfs_in_a_folder_is_named(self, folder):
         (folder / "z.txt").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid\n")

@@ -26,8 +26,9 @@ from typing import IO, Any
 
 from zeroxla.cli.data.bad_rows import RowError
 from zeroxla.cli.data.file_kinds import SNIFFED_BYTES, wrong_kind
-from zeroxla.cli.data.foreign_rows import can_hold_rows, no_columns
+from zeroxla.cli.data.foreign_rows import FOREIGN_KEYS, can_hold_rows, no_columns
 from zeroxla.cli.data.parquet import parquet_lines
+from zeroxla.cli.data.row_kinds import KEYS
 from zeroxla.program.extras import extra
 
 FORMS = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet")
@@ -74,6 +75,22 @@ def form_of(path: Path) -> tuple[str, str] | None:
     return (form, last) if form in FORMS and last in COMPRESSIONS else None
 
 
+def checked_form(path: Path) -> tuple[str, str]:
+    """Return the suffixes of a file with rows; see `form_of`.
+
+    Raises:
+      ValueError: it has others.
+    """
+    found = form_of(path)
+    if found is None:
+        raise ValueError(
+            f"{path} ends with {path.suffix or 'no suffix'}; rows are read from files that end "
+            f"with {', '.join(FORMS)}, and with {', '.join(COMPRESSIONS)} after it: rename or "
+            "unpack it"
+        )
+    return found
+
+
 def open_rows(path: Path, keep: Callable[[IO[bytes] | None], IO[bytes]]) -> OpenRows:
     """Open a file of rows.
 
@@ -88,14 +105,7 @@ def open_rows(path: Path, keep: Callable[[IO[bytes] | None], IO[bytes]]) -> Open
 
     Cost: temporary files as large as the rows, where rows cannot be read from the file itself.
     """
-    found = form_of(path)
-    if found is None:
-        raise ValueError(
-            f"{path} ends with {path.suffix or 'no suffix'}; rows are read from files that end "
-            f"with {', '.join(FORMS)}, and with {', '.join(COMPRESSIONS)} after it: rename or "
-            "unpack it"
-        )
-    form, compression = found
+    form, compression = checked_form(path)
     try:
         file = keep(path.open("rb", buffering=_CHUNK))
         if compression:
@@ -116,7 +126,8 @@ def open_rows(path: Path, keep: Callable[[IO[bytes] | None], IO[bytes]]) -> Open
     if form in _DELIMITERS:
         return _written(_table_lines(path, file, form), keep(None))
     begin = 3 if head.startswith(codecs.BOM_UTF8) else 0
-    if _is_array(head[begin:]) or _spans_lines(file, begin):
+    is_array = head[begin:].lstrip(b" \t\r\n").startswith(b"[")
+    if is_array or _spans_lines(file, begin):
         return OpenRows(file, json_values(path, file, begin), by_line=False)
     return OpenRows(file, numbered_lines(file, begin), by_line=True)
 
@@ -175,17 +186,13 @@ def json_values(path: Path, file: IO[bytes], begin: int = 0) -> Iterator[Place]:
             after = text.next()
             if after == ",":
                 text.skip(1)
-            elif after != "]":
-                how = "breaks" if after else "ends"
-                raise ValueError(
-                    f"{path}: its JSON array {how} after row {number}, at byte {text.offset:,}; "
-                    "the file may be cut short: download or write it anew"
-                )
+            elif after:
+                break
     if is_array:
-        if not after:
+        if after != "]":
             raise ValueError(
-                f"{path}: its JSON array ends after row {number}, and a comma; the file may be cut "
-                "short: download or write it anew"
+                f"{path}: its JSON array {'breaks' if after else 'ends'} after row {number}, at "
+                f"byte {text.offset:,}; the file may be cut short: download or write it anew"
             )
         text.skip(1)
         if text.next():
@@ -251,16 +258,10 @@ class _Text:
         return True
 
 
-def _is_array(head: bytes) -> bool:
-    return head.lstrip(b" \t\r\n").startswith(b"[")
-
-
 def _spans_lines(file: IO[bytes], begin: int) -> bool:
     """Return whether the first JSON object of a file goes on after its line."""
     file.seek(begin)
-    line = b""
-    while not line.strip():
-        line = file.readline(MAX_ROW_BYTES)
+    while not (line := file.readline(MAX_ROW_BYTES)).strip():
         if not line:
             return False
     text = line.decode(errors="surrogateescape").rstrip()
@@ -306,7 +307,7 @@ def _table_lines(path: Path, file: IO[bytes], form: str) -> Iterator[tuple[int, 
       ValueError: the header names no columns of rows, or the file is no such table.
     """
     text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
-    # The module's own limit is 128 kB a cell. It is one for the whole process.
+    # The module's own limit is 128 kB a cell, and one for the process.
     csv.field_size_limit(max(csv.field_size_limit(), MAX_ROW_BYTES))
     try:
         first = text.readline(MAX_ROW_BYTES)
@@ -335,6 +336,21 @@ def _table_lines(path: Path, file: IO[bytes], form: str) -> Iterator[tuple[int, 
         ) from error
     finally:
         text.detach()
+
+
+def table_suffix(head: bytes) -> str | None:
+    """Return the suffix of a table of rows that begins with these bytes; None if it is none.
+
+    >>> table_suffix(b"prompt,response\\n")
+    '.csv'
+    >>> table_suffix(b"text\\n")
+    """
+    lines = head.removeprefix(codecs.BOM_UTF8).decode(errors="replace").splitlines()[:1]
+    for delimiter in _DELIMITERS[".csv"]:
+        names = [x.strip().strip('"') for line in lines for x in line.split(delimiter)]
+        if len(names) > 1 and {*names} <= {*KEYS, *FOREIGN_KEYS} and can_hold_rows(names):
+            return ".tsv" if delimiter == "\t" else ".csv"
+    return None
 
 
 def _header(path: Path, line: str, delimiters: tuple[str, ...]) -> tuple[str, list[str]]:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from zeroxla.cli.data.file_kinds import SNIFFED_BYTES, binary_kind
-from zeroxla.cli.data.row_readers import form_of
+from zeroxla.cli.data.row_readers import form_of, table_suffix
 from zeroxla.models.folders import POINTER, pointer_text
 from zeroxla.program.extras import extra
 
@@ -244,6 +244,10 @@ def _read_path(path: Path) -> list[tuple[str, bytes]]:
     content = _read_file(path)
     if kind := binary_kind(content[:SNIFFED_BYTES]):
         raise ValueError(f"{path} is {kind.replace('FILE', str(path))}")
+    if suffix := table_suffix(content[:SNIFFED_BYTES]):
+        raise ValueError(
+            f"{path} is a table of rows, and its name is that of a text; end it with {suffix}"
+        )
     return [(path.name, content)]
 
 
