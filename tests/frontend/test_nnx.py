@@ -215,11 +215,20 @@ def test_nnx_sown_values_are_not_state():
 
         def loss(self, batch, *, train):
             y = self.layer(batch)
-            self.sow(nnx.Intermediate, "y", y)
-            return y.mean()
+            options = {"init_fn": lambda: 0.0, "reduce_fn": lambda a, b: a + b}
+            self.sow(nnx.Intermediate, "y", y.mean(), **options)
+            (sown,) = jax.tree.leaves(nnx.pop(self, nnx.Intermediate) if train else [y.mean()])
+            return sown
 
     _, state, (_, _, new_state) = once(adapt(lambda rngs: SowingModule(rngs)))
     assert state == new_state == {}
+    called = SowingModule(nnx.Rngs(params=KEY))
+    called.loss(X, train=False)  # it holds now what it has sown
+    with pytest.warns(UserWarning, match="already allocated"):
+        adapted = adapt(called)
+    _, state, (again, _, new_state) = once(adapted)
+    assert state == new_state == {}
+    np.testing.assert_allclose(again, called.layer(X).mean(), rtol=1e-5)
 
 
 def test_nnx_params_of_whole_numbers_are_state_and_named():

@@ -146,7 +146,10 @@ def test_a_budget_that_cannot_be_met_names_the_largest_and_larger_meshes():
     state = step.init(jax.random.key(0), batch)
     with pytest.raises(ValueError, match="on each at least") as caught:
         step(state, batch)
-    text = str(caught.value)
+    error, text = caught.value, str(caught.value)
+    assert isinstance(error, zeroxla.DeviceMemoryError)
+    assert 100_000 < error.least_bytes < 1_000_000
+    assert error.memory.total_bytes > 100_000
     named = re.search(r"the largest: (.*); give it that much", text)[1].split("; ")
     assert [name.split(" ")[1] for name in named] == ["kB"] * 3
     assert "step/test_out_of_memory.py:" in text  # the line of the loss

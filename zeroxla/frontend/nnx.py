@@ -94,7 +94,7 @@ def nnx_functions(
     streams are not state: each call gives every stream its own key, `stream_key(key, path)`, and
     count 0. All other variables, and arrays that are plain attributes, are model state.
     `module.train()` or `module.eval()` is called before. Variables created during a call (`sow`)
-    are dropped.
+    are dropped, also those of an instance that was called before.
 
     Args:
       model: a module, or a function of rngs that returns one.
@@ -131,6 +131,10 @@ def nnx_functions(
         note_layout(nnx.get_partition_spec(nnx.state(module, graph=True)))
         return module
 
+    if isinstance(model, nnx.Module):
+        # What an earlier call has sown would be state, on which each step's `sow` goes on.
+        with nnx.set_graph_mode(True):
+            nnx.pop(model, nnx.Intermediate)
     paths: dict[Path, tuple[Any, ...]] = {}
     runs: list[Callable[..., Any]] = []
 

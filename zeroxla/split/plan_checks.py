@@ -16,7 +16,8 @@ from zeroxla.split.ways import AxisPlan, Way
 
 _ALONG = {
     "tensor": "a dim of their leaf, whose size must divide by {length}",
-    "context": "a dim of the sequence, which must have more than {length} positions",
+    "context": "a dim of the sequence, which an array of the batch must bring, with more than "
+    "{length} positions (no size helps a dim that the model makes itself, as by linspace)",
     "expert": "the rows or a bank of experts, whose number must divide by {length}",
 }
 _MOST_NAMED = 4

@@ -18,6 +18,7 @@ from zeroxla.program.shapes import structure_of
 from zeroxla.step.memory.device_facts import device_bytes, rates_of
 from zeroxla.step.memory.fit_report import MemoryFit
 from zeroxla.step.memory.larger_meshes import larger_meshes
+from zeroxla.step.memory.out_of_memory import BudgetError
 from zeroxla.step.memory.refusal import refusal
 from zeroxla.step.memory.step_memory import StepMemory, measured
 from zeroxla.step.memory.variants import fit_variants
@@ -63,7 +64,7 @@ class MemoryFitter:
           state, batch: the step's arguments, or their shapes with shardings.
 
         Raises:
-          ValueError: the least that a step of this batch can take is more than there is.
+          BudgetError: the least that a step of this batch can take is more than there is.
 
         Cost: once for a structure, the step is traced and compiled up to seven times (`MAX_TRIES`).
         """
@@ -110,7 +111,8 @@ class MemoryFitter:
         if report.best is None:
             memory = StepMemory.of(programs, state, batch)
             larger = larger_meshes(memory, mesh, batch, config.num_micro_batches, total)
-            raise ValueError(refusal(report, mesh, batch, memory, larger))
+            text = refusal(report, mesh, batch, memory, larger)
+            raise BudgetError(text, memory, report.smallest.num_bytes)
         grad = self._jit(programs.gradients, compiler_options=programs.compiler_options)
         return FittedPrograms(programs=programs, train=trained[programs], grad=grad, report=report)
 

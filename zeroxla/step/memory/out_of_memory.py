@@ -41,6 +41,10 @@ class DeviceMemoryError(MemoryError):
         return type(self), (str(self), self.memory, self.least_bytes)
 
 
+class BudgetError(DeviceMemoryError, ValueError):
+    """No choice meets `ZeroConfig(memory=)`. `least_bytes` is by the compiler's figures here."""
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether a backend's error says that a device ran out of memory."""
     text = str(error)
