@@ -195,8 +195,9 @@ def page_of(found: Results) -> str:
     parts = [
         "# Models that work\n\n"
         "<!-- Written by benchmarks/gauntlet.py from benchmarks/results/gauntlet.json. -->\n\n"
-        f"`make gauntlet` runs {num_models} models from the package index, and "
-        f"{len(found) - num_models} layers of Flax by themselves, through zeroxla: as they are, in "
+        f"`make gauntlet` runs {num_models} models, from the package index or written as "
+        f"public code is, and {len(found) - num_models} layers of Flax by themselves, through "
+        "zeroxla: as they are, in "
         "tiny configurations with random weights, on 4 simulated devices. [The whole table]"
         "(../benchmarks/results/gauntlet.md) has the measured errors and the versions.\n\n"
         f"| check | what it means to pass |\n| --- | --- |\n{meanings}\n\n{summary(found)}",
