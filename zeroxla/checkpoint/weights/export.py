@@ -161,7 +161,10 @@ def _layout(
     if format is None:
         return flat_leaves(source.shapes), {}
     check_shapes(module, source.shapes, source.title)
-    config = {**format.config(module, dtype=dtype), **more}
+    config = format.config(module, dtype=dtype)
+    # The config of a model of text and images says nothing of its text alone, which is written.
+    if more.get("model_type", config["model_type"]) == config["model_type"]:
+        config |= more
     text = json.dumps(config, indent=2) + "\n"
     return format_leaves(source.shapes, format, module), {"config.json": text.encode()}
 
