@@ -326,7 +326,7 @@ def _watch_the_end() -> None:
     before_leaving(_settle_all)
     atexit.register(_end_with_losses)
     os.register_at_fork(after_in_child=_unsettled.clear)  # the parent's saves are not the child's
-    # Jupyter kills a kernel that has not ended within 5 s, so a notebook's cell waits for its saves.
+    # Jupyter kills a kernel that has not ended within 5 s, so a cell waits for its saves.
     ipython = sys.modules.get("IPython")
     shell = ipython and ipython.get_ipython()
     if shell is not None:

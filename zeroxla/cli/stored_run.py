@@ -69,6 +69,14 @@ class StoredRun:
         return self.config.get("command") == "rlhf"
 
     @property
+    def base(self) -> Path | None:
+        """The Hugging Face folder whose weights the run began with; None if it had none. A run of
+        rlhf that goes on from another run has that one's."""
+        if self.is_rewarded and stored_options(RlhfOptions, self.folder).start.init_run is not None:
+            return None
+        return self.options.model.init
+
+    @property
     def compute_dtype(self) -> str:
         """The dtype in which the run computes.
 

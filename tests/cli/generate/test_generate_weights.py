@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from tools.generate_command import LIKELIEST, generate
+from tools.generate_command import LIKELIEST, copied, generate
 from tools.lora import with_random_b
 from tools.quick import quick_compilation, thinned  # noqa: F401
 from tools.text_models import numbers, wide_text_folder
@@ -74,6 +74,27 @@ def test_in_few_bits_answer_as_the_rounded_weights(wide, form, largest, monkeypa
         assert 0 < np.abs(x - y).max() / np.abs(x).max() < largest
     want = tokens_of(step, step.init_from(rounded, jax.random.key(0)), PROMPT)
     assert numbers(said.out)[6:] == want
+
+
+def test_bfloat16_stays_bfloat16_and_no_token_changes(folder_of, tmp_path, monkeypatch, capsys):
+    """The state held float32 before, beside the copy in bfloat16 that computes."""
+    read_weights, held = Weights.read, []
+
+    def kept(self, report):
+        held.append(read_weights(self, report))
+        return held[-1]
+
+    monkeypatch.setattr(Weights, "read", kept)
+    folder, said = copied(folder_of, "llama", tmp_path, dtype="bfloat16"), []
+    for more in ([], ["--weights", "float32"]):
+        assert generate(folder, "--prompt", PROMPT, *more, *LIKELIEST) == 0
+        said.append(capsys.readouterr())
+    for state, form, width, text in zip(held, ("bfloat16", "float32"), (2, 4), said, strict=True):
+        leaves = jax.tree.leaves(state.params)
+        assert {str(x.dtype) for x in leaves} == {form}
+        assert sum(x.nbytes for x in leaves) == width * sum(x.size for x in leaves)
+        assert f"stored as {form} (" in text.err
+    assert said[0].out == said[1].out
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from typing import Any
 
 from zeroxla.checkpoint.weights.export_files import ExportLayout, export_leaves
 from zeroxla.checkpoint.weights.origin import origin_of
+from zeroxla.checkpoint.weights.pretrained import leaves_of_folder
 from zeroxla.checkpoint.weights.safetensors_writer import (
     DTYPES,
     FilePlan,
@@ -23,6 +24,7 @@ from zeroxla.checkpoint.weights.tensor_names import (
     flat_leaves,
     format_leaves,
     format_of,
+    shapes_of,
 )
 from zeroxla.frontend.lora.leaf_plan import BASE, LORA
 from zeroxla.frontend.lora.model import LoraModel
@@ -43,6 +45,8 @@ def export_params(
     like: str | Path | None = None,
     progress: Callable[[int, int], None] | None = None,
     island_own: bool = False,
+    original: str | Path | None = None,
+    report: Callable[[str], None] | None = None,
 ) -> list[Path]:
     """Write parameters as safetensors, with Hugging Face's names if the model has them.
 
@@ -71,6 +75,11 @@ def export_params(
       progress: called after each leaf with the bytes written so far and the bytes of all tensors.
       island_own: write an island's own parameters. By default its checkpoint gives those that all
         islands share, which are evaluated.
+      original: the Hugging Face folder of the base of a model with adapters, whose dense leaves are
+        stored in 8 or 4 bits; for `report`.
+      report: called with a sentence on what merging adapters onto such leaves has changed: the
+        largest and the mean absolute difference of their weights from those of `original` with the
+        adapters; without it, from the stored base before merging, which the adapters alone make.
 
     Returns:
       The files with tensors, in order.
@@ -94,8 +103,11 @@ def export_params(
     ['model.safetensors']
     """
 
+    sources: list[MergedSource] = []
+
     def lay_out(opened: WeightSource) -> ExportLayout:
-        merged, own = _merged(opened, model)
+        merged, own = _merged(opened, model, original)
+        sources.extend(x for x in (merged,) if isinstance(x, MergedSource))
         leaves, others = _layout(merged, own, dtype, config or {})
         dtypes: Mapping[str, str] = {}
         if like is not None:
@@ -104,13 +116,32 @@ def export_params(
         plan = _plan(leaves, dtype, max_shard_size, dtypes)
         return ExportLayout(source=merged, leaves=leaves, plan=plan, others=others)
 
-    return export_leaves(source, folder, lay_out, progress, island_own)
+    files = export_leaves(source, folder, lay_out, progress, island_own)
+    for merged in sources:
+        if report is not None and merged.change.count and files:
+            form = model.frozen
+            before = (
+                f"the {form} base before merging (its original is not known)"
+                if original is None
+                else f"{original} with the adapters"
+            )
+            report(
+                f"Merged onto a base in {form}: its {merged.change.count:,} weights differ from "
+                f"those of {before} {merged.change.words}"
+            )
+    return files
 
 
-def _merged(source: WeightSource, model: Any) -> tuple[WeightSource, Any]:
+def _merged(
+    source: WeightSource, model: Any, original: str | Path | None
+) -> tuple[WeightSource, Any]:
     """Return the parameters without adapters, and the model that they belong to."""
     if isinstance(model, LoraModel):
-        return MergedSource(source, model.plan), model.model
+        leaves = None
+        if original is not None:
+            folder, naturals = Path(original).expanduser(), shapes_of(model.plan.shapes)
+            leaves = leaves_of_folder(model.model, naturals, folder)
+        return MergedSource(source, model.plan, leaves), model.model
     if {path[0] for path in source.shapes} == {BASE, LORA}:
         raise ValueError(
             f"{source.title} holds adapters beside their base; give model= what zeroxla.lora made, "

@@ -12,7 +12,7 @@ import numpy as np
 
 from zeroxla.checkpoint.weights.adapter_import import read_adapter
 from zeroxla.checkpoint.weights.dequantize import EIGHT_BITS, Quantized
-from zeroxla.checkpoint.weights.leaf_in_files import leaves_in_files
+from zeroxla.checkpoint.weights.leaf_in_files import LeafInFiles, leaves_in_files
 from zeroxla.checkpoint.weights.safetensors_reader import TensorReader, check_dtype
 from zeroxla.checkpoint.weights.tensor_names import (
     NamedLeaf,
@@ -77,32 +77,48 @@ def from_pretrained(
         )
 
     def prepare() -> Any:
-        module = abstract(model if adapters is None else adapters.model)
-        format = format_of(module)
-        if format is None:
-            raise ValueError(
-                f"a {type(module).__name__} has no Hugging Face format; give a model with the "
-                "attribute hugging_face, such as from_hugging_face builds"
-            )
         naturals = shapes_of(adapters.plan.shapes) if adapters else natural_shapes(shapes)
-        check_shapes(module, naturals, "the step")
-        config = format.read_config(folder)
-        if different := format.differences(config, module):
-            raise ValueError(
-                f"{folder / 'config.json'} is of another model: {'; '.join(different)}; build the "
-                "model with zeroxla.models.from_hugging_face(folder)"
-            )
-        reader = TensorReader(folder)
-        leaves = format_leaves(naturals, format, module)
-        quantized = Quantized.of(config)
-        names = find_tensors(reader, leaves, format, quantized)
-        arrays = leaves_in_files(leaves, reader, names, quantized)
+        arrays = leaves_of_folder(adapters.model if adapters else model, naturals, folder)
         if adapters is None or adapter is None:
             return arrays
         return {BASE: to_nested(arrays), LORA: read_adapter(adapters, adapter)}
 
     arrays = together("pretrained weights", prepare)
     return step.init_from(arrays, jax.random.key(0) if key is None else key)
+
+
+def leaves_of_folder(
+    model: Any, naturals: Mapping[Path, tuple[int, ...]], folder: FilePath
+) -> dict[Path, LeafInFiles]:
+    """Return the leaves of a model in a Hugging Face folder; nothing of them is read yet.
+
+    Args:
+      model: a model with a Hugging Face format, without adapters.
+      naturals: the natural shapes of its leaves.
+      folder: the folder.
+
+    Raises:
+      ImportError, ValueError: as `from_pretrained`, but for numbers.
+    """
+    module = abstract(model)
+    format = format_of(module)
+    if format is None:
+        raise ValueError(
+            f"a {type(module).__name__} has no Hugging Face format; give a model with the "
+            "attribute hugging_face, such as from_hugging_face builds"
+        )
+    check_shapes(module, naturals, "the step")
+    config = format.read_config(folder)
+    if different := format.differences(config, module):
+        raise ValueError(
+            f"{folder / 'config.json'} is of another model: {'; '.join(different)}; build the "
+            "model with zeroxla.models.from_hugging_face(folder)"
+        )
+    reader = TensorReader(folder)
+    leaves = format_leaves(naturals, format, module)
+    quantized = Quantized.of(config)
+    names = find_tensors(reader, leaves, format, quantized)
+    return leaves_in_files(leaves, reader, names, quantized)
 
 
 def natural_shapes(state: TrainState) -> dict[Path, tuple[int, ...]]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path as FilePath
 from typing import Protocol
 
+import jax.numpy as jnp
 import numpy as np
 
 from zeroxla.checkpoint.about import ABOUT, About
 from zeroxla.checkpoint.checksums import find_damage
 from zeroxla.checkpoint.orbax_handler import open_array
 from zeroxla.checkpoint.store import STATE
+from zeroxla.checkpoint.weights.leaf_in_files import LeafInFiles
 from zeroxla.checkpoint.weights.tensor_names import Shape, shapes_of
 from zeroxla.frontend.lora.checks import check_adapted
 from zeroxla.frontend.lora.leaf_plan import BASE, LORA, Adapter, LoraPlan
@@ -86,21 +89,64 @@ class CheckpointSource:
         return np.asarray(open_array(self._folder, self._names[path]).read().result())
 
 
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Change:
+    """The difference between weights and those that they are compared with.
+
+    Attributes:
+      largest: the largest absolute difference.
+      total, magnitude: the sums of absolute differences, and of the magnitudes compared with.
+      count: the number of elements.
+    """
+
+    largest: float = 0.0
+    total: float = 0.0
+    magnitude: float = 0.0
+    count: int = 0
+
+    def add(self, found: np.ndarray, want: np.ndarray) -> None:
+        """Count a leaf."""
+        difference = np.abs(found - want)
+        self.largest = max(self.largest, float(difference.max(initial=0)))
+        self.total += float(difference.sum(dtype=np.float64))
+        self.magnitude += float(np.abs(want).sum(dtype=np.float64))
+        self.count += found.size
+
+    @property
+    def words(self) -> str:
+        """The differences in words."""
+        mean, magnitude = self.total / self.count, self.magnitude / self.count
+        return (
+            f"by at most {self.largest:.3g}, and {mean:.3g} on average (their mean magnitude is "
+            f"{magnitude:.3g})"
+        )
+
+
 class MergedSource:
     """The parameters of a model with its adapters merged into them.
 
     Args:
       source: parameters of base and adapters.
       plan: the model's plan of leaves and adapters.
+      original: leaves of the base before they were stored in 8 or 4 bits; None if that is unknown.
+
+    Attributes:
+      change: what merging onto leaves in 8 or 4 bits has changed in those that were read.
 
     Raises:
       ValueError: the source belongs to another model, or has no adapters.
     """
 
-    def __init__(self, source: WeightSource, plan: LoraPlan) -> None:
+    def __init__(
+        self,
+        source: WeightSource,
+        plan: LoraPlan,
+        original: Mapping[Path, LeafInFiles] | None = None,
+    ) -> None:
         check_adapted(plan, source.shapes, source.title)
         self.title, self.is_collective = source.title, source.is_collective
-        self._source, self._plan = source, plan
+        self._source, self._plan, self._original = source, plan, original
+        self.change = Change()
         self.shapes: Mapping[Path, Shape] = shapes_of(plan.shapes)
 
     def read(self, path: Path) -> np.ndarray:
@@ -108,7 +154,16 @@ class MergedSource:
         if path in self._plan.targets:
             names = self._plan.adapter_shapes(path)
             adapter = Adapter(**{name: self._source.read((LORA, *path, name)) for name in names})
-        return np.asarray(self._plan.merged(path, self._source.read((BASE, *path)), adapter))
+        stored = self._source.read((BASE, *path))
+        merged = np.asarray(self._plan.merged(path, stored, adapter))
+        if self._plan.format(path) is not None:
+            want = self._plan.floats(path, stored)
+            if self._original is not None:
+                leaf = self._original[path]
+                whole = leaf[tuple(slice(0, n) for n in leaf.shape)]
+                want = self._plan.with_adapter(path, jnp.asarray(whole), adapter)
+            self.change.add(merged, np.asarray(want))
+        return merged
 
 
 def open_source(source: TrainState | str | FilePath, *, island_own: bool = False) -> WeightSource:

@@ -104,7 +104,7 @@ def _mesh(layout: LayoutOptions) -> jax.sharding.Mesh:
 def _about(weights: Weights, engine: HybridEngine, num_bytes: int) -> str:
     """Return a sentence about the model."""
     count = f"{engine.plan.num_parameters:,} parameters"
-    model, form = weights.model, "float32"
+    model, form = weights.model, weights.dtype
     if isinstance(model, LoraModel) and model.frozen is not None and model.plan.has_wires:
         form = model.frozen
     return (

@@ -68,9 +68,10 @@ class SamplingOptions:
 class WeightOptions:
     """The weights: how they are stored while they are not used, and what is added to them."""
 
-    weights: Literal["float32", "int8", "int4"] | None = None
-    """Format in which the dense leaves are stored, split over all devices. Each copy of the model
-    that computes is in --dtype. Default: float32, or as the run stores its frozen base."""
+    weights: Literal["float32", "bfloat16", "float16", "int8", "int4"] | None = None
+    """Format in which the weights are stored, split over all devices; int8 and int4 are for dense
+    leaves alone. Each copy of the model that computes is in --dtype. Default: --dtype, which
+    changes no token; the dense leaves of a run's frozen base as the run stores them."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Dtype of the computation. Default: the one in the folder's config.json, or the run's own."""
     adapter: Path | None = None

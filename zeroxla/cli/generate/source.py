@@ -13,7 +13,7 @@ from zeroxla.cli.data.chat_template import DEFAULT, TEMPLATE, ChatTemplate, read
 from zeroxla.cli.data.vocabulary import Vocabulary
 from zeroxla.cli.run_folder import CONFIG, read_config
 from zeroxla.cli.stored_run import StoredRun
-from zeroxla.cli.train.model import MODEL, ModelChoice, choose, from_folder
+from zeroxla.cli.train.model import MODEL, ModelChoice, choose, folder_dtype, from_folder
 
 GENERATION = "generation_config.json"
 
@@ -70,9 +70,7 @@ class TextSource:
         """The dtype in which the model computes, if nobody says otherwise."""
         if self.run is not None:
             return self.run.compute_dtype
-        config = self.choice.config or {}
-        found = config.get("dtype") or config.get("torch_dtype") or "float32"
-        return found if found in ("float32", "bfloat16", "float16") else "float32"
+        return folder_dtype(self.choice.config)
 
     def generation_config(self) -> dict[str, Any]:
         """Return the contents of the model's generation_config.json; {} if there is none.

@@ -20,6 +20,7 @@ from zeroxla.checkpoint.weights.pretrained import from_pretrained
 from zeroxla.cli.generate.options import WeightOptions
 from zeroxla.cli.generate.source import TextSource
 from zeroxla.cli.run_folder import CHECKPOINTS
+from zeroxla.cli.train.model import folder_dtype
 from zeroxla.config.zero_config import ZeroConfig
 from zeroxla.frontend.lora.leaf_plan import BASE, LORA, NoTargetError
 from zeroxla.frontend.lora.model import LoraModel, lora
@@ -28,6 +29,9 @@ from zeroxla.rlhf.make import TARGETS
 from zeroxla.step.make import make_step
 from zeroxla.step.state import TrainState
 from zeroxla.step.step import Step
+
+FLOATS = ("float32", "bfloat16", "float16")
+"""The forms of `--weights` that are no quantization."""
 
 _LENGTH = 8  # of the rows on which the loss is traced
 
@@ -72,7 +76,7 @@ class Weights:
             step = _step(model, mesh, options.dtype or source.dtype)
         except NoTargetError as error:
             raise ValueError(
-                f"--weights {options.weights}: {error}; leave it out, to store float32"
+                f"--weights {options.weights}: {error}; leave it out, to store floats"
             ) from error
         return Weights(source=source, options=options, model=model, step=step)
 
@@ -86,6 +90,23 @@ class Weights:
           ImportError: the package safetensors is not installed, and files of it are to be read.
           ValueError: files are missing, damaged, or of another model.
         """
+        return _in_dtype(self._float32(report), self.dtype)
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of leaves that are stored as floats. In the one of the computation they are
+        what a copy of the model would be given of float32, bit for bit. A base is added to its
+        adapters in float32 before, so it is stored so unless its own folder has that dtype."""
+        form, computed = self.options.weights, self.step.config.compute_dtype
+        if form in FLOATS:
+            return form
+        is_base = isinstance(self.model, LoraModel)
+        if is_base and folder_dtype(self.source.choice.config) != computed:
+            return "float32"
+        return computed
+
+    def _float32(self, report: Callable[[str], None]) -> TrainState:
+        """Read the weights into a state of a training step, whose floats are float32."""
         adapter, run = self.options.adapter, self.source.run
         if run is None:
             return from_pretrained(self.model, self.source.folder, self.step, adapter=adapter)
@@ -110,7 +131,7 @@ def _wanted(source: TextSource, options: WeightOptions) -> Any:
       ValueError: the weights cannot become those of such a model.
     """
     stored, form = source.model, options.weights
-    frozen: Any = None if form in (None, "float32") else form
+    frozen: Any = None if form is None or form in FLOATS else form
     if options.adapter is not None:
         if isinstance(stored, LoraModel):
             raise ValueError(
@@ -137,3 +158,25 @@ def _step(model: Any, mesh: Mesh, dtype: str) -> Step:
     rows = (world_size(mesh), _LENGTH + 1)
     step.abstract_state({"tokens": jax.ShapeDtypeStruct(rows, np.int32)})
     return step
+
+
+def _in_dtype(state: TrainState, dtype: str) -> TrainState:
+    """Return a state for generation alone, its float32 parameters in another dtype, but for
+    adapters.
+
+    Cost: at no time more than the state and a leaf. The float32 arrays are deleted one by one.
+    """
+    if dtype == "float32":
+        return state
+
+    def cast(x: jax.Array) -> jax.Array:
+        if x.dtype != np.float32:  # of a base in 8 or 4 bits
+            return x
+        found = jax.block_until_ready(x.astype(dtype))
+        x.delete()
+        return found
+
+    params = state.params
+    if set(params) == {BASE, LORA}:
+        return dataclasses.replace(state, params={**params, BASE: jax.tree.map(cast, params[BASE])})
+    return dataclasses.replace(state, params=jax.tree.map(cast, params))

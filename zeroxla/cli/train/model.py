@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import jax
 import numpy as np
 
 from zeroxla import models
-from zeroxla.checkpoint.weights.safetensors_writer import BESIDE
+from zeroxla.checkpoint.weights.safetensors_writer import BESIDE, DTYPES
 from zeroxla.checkpoint.weights.tensor_names import abstract
 from zeroxla.cli.data.chat_template import find_template
 from zeroxla.cli.data.text import VOCABULARY
@@ -165,6 +166,15 @@ def from_folder(source: Path, *, dropout: float = 0.0) -> ModelChoice:
         chat_template=find_template(source),
         takes_segments=takes_segments(type(module)),
     )
+
+
+def folder_dtype(config: Mapping[str, Any] | None) -> str:
+    """Return the dtype of floats that a folder's config.json names; float32 if it names none."""
+    config = config or {}
+    parts = [config, config.get("text_config") or {}]
+    named = [part.get(key) for part in parts for key in ("dtype", "torch_dtype")]
+    found = str(next(filter(None, named), "")).removeprefix("torch.")
+    return found if found in DTYPES else "float32"
 
 
 def takes_segments(kind: type[Any]) -> bool:

@@ -92,7 +92,7 @@ class LoraPlan:
           stored: the leaf in the form in which it is stored.
         """
         leaf = self.dense[path]
-        norms = column_norms(self._floats(path, stored), leaf.contracted)
+        norms = column_norms(self.floats(path, stored), leaf.contracted)
         order = [d for d in range(len(leaf.shape)) if d not in leaf.contracted]
         return jnp.transpose(norms, [order.index(d) for d in (*leaf.layer_dims, *leaf.others)])
 
@@ -160,7 +160,11 @@ class LoraPlan:
 
     def merged(self, path: Path, values: Any, adapter: Adapter | None) -> jax.Array:
         """Return a leaf of the base as a plain array, with its adapter added, in float32."""
-        x, leaf = self._floats(path, values), self.dense.get(path)
+        return self.with_adapter(path, self.floats(path, values), adapter)
+
+    def with_adapter(self, path: Path, x: jax.Array, adapter: Adapter | None) -> jax.Array:
+        """Return a leaf of the base, given as floats, with its adapter added, in float32."""
+        leaf = self.dense.get(path)
         if leaf is None or adapter is None:
             return x
         lead = len(leaf.layer_dims)
@@ -181,7 +185,7 @@ class LoraPlan:
         norms = jnp.maximum(column_norms(x, leaf.contracted), math.sqrt(SMALLEST))
         return x * jnp.expand_dims(m / norms, leaf.contracted)
 
-    def _floats(self, path: Path, stored: Any) -> jax.Array:
+    def floats(self, path: Path, stored: Any) -> jax.Array:
         """Return a leaf of the base, given in its stored form, as floats."""
         leaf, format = self.dense.get(path), self.format(path)
         x = jnp.asarray(stored)
