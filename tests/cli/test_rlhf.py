@@ -11,7 +11,10 @@ import subprocess
 import sys
 
 import jax
+import numpy as np
 import pytest
+from tools.chat_folder import write_chat_folder
+from tools.hugging_face import read_file
 from tools.quick import QUICK, quick_compilation  # noqa: F401
 from tools.train import copy_at, values
 
@@ -226,6 +229,61 @@ class TestStartingFromARun:
     def test_what_does_not_fit_is_refused(self, trained, tmp_path, capsys, options, message):
         run = tmp_path / "run"
         assert rlhf("--run", run, "--init-run", trained, *options) == 2
+        assert message in capsys.readouterr().err
+        assert not run.exists()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hub") / "base"
+    return write_chat_folder(folder, layers=1, width=16, heads=2, length=32)
+
+
+class TestStartingFromAFolder:
+    """Any folder of a known family; here a Qwen3 with a tokenizer of its own."""
+
+    def test_the_folder_s_weights_are_trained_in_its_tokens(self, folder, text, tmp_path, capsys):
+        run, export = tmp_path / "run", tmp_path / "export"
+        options = [*TINY[10:], "--steps", 1, "--samples", 1, "--learning-rate", 1e-30]
+        options += ["--reference", "float32", "--kl", 0.5]
+        assert rlhf("--run", run, "--init", folder, "--data", text, *options) == 0
+        assert "learning text" not in capsys.readouterr().out
+        assert values(run, "kl")[1] == pytest.approx(0, abs=1e-5)  # it is its own reference
+        assert main(["export", str(run), "--output", str(export), "--dtype", "float32"]) == 0
+        found, want = (read_file(x / "model.safetensors") for x in (export, folder))
+        for name, x in want.items():
+            np.testing.assert_allclose(found[name], x, rtol=1e-6, err_msg=name)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            assert (export / name).read_bytes() == (folder / name).read_bytes()
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("more", [["--lora-rank", 2], ["--algorithm", "ppo"]])
+    def test_a_run_goes_on_without_the_folder(self, folder, text, tmp_path, more):
+        init, run = shutil.copytree(folder, tmp_path / "init"), tmp_path / "run"
+        options = [*TINY[10:], "--save-every", 1, "--samples", 1, *more]
+        told = ["--data", text, "--learning-rate", 1e-3, *options]
+        assert rlhf("--run", run, "--init", init, *told, "--steps", 3) == 0
+        again = copy_at(run, tmp_path / "again", 1)
+        shutil.rmtree(init)
+        assert rlhf("--resume", "--run", again, "--steps", 3) == 0
+        for name in ("reward", "kl", "loss"):
+            assert values(again, name) == values(run, name), name
+        assert main(["export", str(again), "--output", str(tmp_path / "export")]) == 0
+        assert main(["generate", str(again), "--prompt", "def", "--max-new-tokens", "3"]) == 0
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (["--layers", "2"], "--layers: without effect, --init says what the model is"),
+            (["--init-run", "RUN"], "--init-run RUN: a run begins from one of them; leave the oth"),
+            (["--new-tokens", "40"], "make 44 tokens, and the model's context is 32"),
+            (["--init", "nowhere"], "nowhere"),
+        ],
+    )
+    def test_what_does_not_fit_is_refused(self, folder, text, tmp_path, capsys, options, message):
+        run = tmp_path / "run"
+        told = ["--init", folder, "--data", text, *TINY[10:], *options]
+        assert rlhf("--run", run, *told) == 2
         assert message in capsys.readouterr().err
         assert not run.exists()
 

@@ -51,8 +51,16 @@ def check_given(arguments: Sequence[str], options: RlhfOptions) -> None:
       ValueError: with the options, and the remedy.
     """
     check_of_stages(arguments, options.pipeline.pipe)
-    if options.start.init_run is not None and (found := named(arguments, _OF_THE_START)):
-        raise ValueError(f"{found}: without effect, --init-run says what the model is; leave out")
+    start = options.start
+    if start.init is not None and start.init_run is not None:
+        raise ValueError(
+            f"--init {start.init} and --init-run {start.init_run}: a run begins from one of them; "
+            "leave the other out"
+        )
+    source = "--init-run" if start.init is None else "--init"
+    begun = start.init is not None or start.init_run is not None
+    if begun and (found := named(arguments, _OF_THE_START)):
+        raise ValueError(f"{found}: without effect, {source} says what the model is; leave out")
     of_adapters = ("lora_alpha", "lora_rank_stabilized", "lora_dora")
     if options.storage.lora_rank is None and (found := named(arguments, of_adapters)):
         raise ValueError(f"{found}: without effect, there are no adapters; give --lora-rank 8")

@@ -133,12 +133,14 @@ class RlhfJob(Job[RlhfOptions, RlhfOutput]):
         self.prompts.set_state(restored.position)
 
     def begin(self) -> None:
-        """In a new run: learn text, or read what another run has learned; then keep it, for the
-        reference."""
+        """In a new run: learn text, or read what a folder or another run has learned; then keep it,
+        for the reference."""
         if self.states is not None:
             return
-        source = source_of(self.options)
-        if source is None:
+        source, init = source_of(self.options), self.options.start.init
+        if init is not None:
+            start = self.start.pretrained(init)
+        elif source is None:
             total = self.start.options.training.steps
             with self.output.progress(total, 0, "learning text") as bar:
 

@@ -27,8 +27,11 @@ from zeroxla.rlhf.settings import Settings
 
 @dataclass(frozen=True, kw_only=True)
 class StartOptions:
-    """The model at the start. It has learned text before, in this run or in another."""
+    """The model at the start. It has learned text before: in this run, in another, or elsewhere."""
 
+    init: Path | None = None
+    """Folder of a language model in Hugging Face's format, to start from: config.json, safetensors
+    and the tokenizer. Prompts are pieces of --data, in its tokens."""
     init_run: Path | None = None
     """Folder of a run of `zeroxla train`. Training starts from its newest checkpoint, and prompts
     are pieces of its text."""
@@ -36,9 +39,9 @@ class StartOptions:
     """Files or folders of text. Default: the text of --init-run, or the Python files of the running
     interpreter's standard library."""
     pretrain_steps: int = 150
-    """Steps in which the model learns text first; without --init-run."""
+    """Steps in which the model learns text first; without --init and --init-run."""
     length: int = 64
-    """Context of the model, in bytes."""
+    """Context of the model, in bytes; without --init and --init-run."""
     layers: int = 2
     """Transformer blocks."""
     width: int = 64
@@ -219,6 +222,14 @@ class RlhfOptions(JobOptions):
     def as_train(self) -> TrainOptions:
         """Return the options of `zeroxla train` that train the same model on the same text."""
         start = self.start
+        if start.init is not None:  # It does not train on text: one row of a few tokens is traced.
+            return TrainOptions(
+                text=TextOptions(data=start.data, batch=self.settings.minibatch_rows, length=2),
+                model=ModelOptions(init=start.init),
+                training=TrainingOptions(seed=self.learning.seed),
+                mesh=self.mesh,
+                pipeline=self.pipeline,
+            )
         return TrainOptions(
             text=TextOptions(data=start.data, batch=32, length=start.length),
             model=ModelOptions(layers=start.layers, width=start.width, heads=start.heads),

@@ -17,6 +17,7 @@ import optax
 from jax.sharding import Mesh
 
 from zeroxla.checkpoint.checkpointer import Checkpointer
+from zeroxla.checkpoint.weights.pretrained import from_pretrained
 from zeroxla.cli.data import text as data
 from zeroxla.cli.deepspeed_file import kept_deepspeed
 from zeroxla.cli.errors import DivergedError
@@ -24,7 +25,7 @@ from zeroxla.cli.mesh_options import PipelineOptions
 from zeroxla.cli.rlhf.options import RlhfOptions
 from zeroxla.cli.run_folder import CHECKPOINTS, check_command, has_checkpoint, read_config
 from zeroxla.cli.run_sections import stored_options
-from zeroxla.cli.train.model import MODEL, ModelChoice, choose, with_plan
+from zeroxla.cli.train.model import MODEL, ModelChoice, choose, keep, with_plan
 from zeroxla.cli.train.options import TrainOptions
 from zeroxla.cli.train.setup import USUAL, optimizer_for, schedule_for
 from zeroxla.cli.zero_options import zero_config
@@ -106,6 +107,14 @@ class Start:
             params = checkpointer.restore_params(like).params
         return self.step.init_from(params, jax.random.key(0), donate=True)
 
+    def pretrained(self, folder: Path) -> TrainState:
+        """Return a state with the weights in the folder of --init.
+
+        Raises:
+          ImportError, ValueError: as `zeroxla.from_pretrained`.
+        """
+        return from_pretrained(self.choice.model, folder, self.step)
+
     def learned(self, done: Callable[[int, float], None]) -> TrainState:
         """Let the model learn text, and return its state.
 
@@ -148,7 +157,8 @@ class Start:
         return self.step.init_from(state.params, jax.random.key(0), donate=True)
 
     def keep(self, run: Path, source: Path | None) -> None:
-        """Copy the config and tokenizer of the model into the run's folder, if it came with some.
+        """Copy the config and tokenizer of the model into the run's folder, if it came with some,
+        from the folder of --init or the run of --init-run.
 
         Args:
           run: the run's folder.
@@ -157,6 +167,8 @@ class Start:
         Raises:
           ValueError: they cannot be copied.
         """
+        if source is None:
+            keep(self.options, run)  # of --init
         if source is None or not (source / MODEL).is_dir():
             return
         try:
