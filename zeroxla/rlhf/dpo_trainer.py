@@ -12,7 +12,6 @@ import optax
 from jax.sharding import Mesh
 
 from zeroxla.config.zero_config import ZeroConfig
-from zeroxla.frontend.lora.model import LoraModel
 from zeroxla.hybrid.engine import HybridEngine
 from zeroxla.mesh.axes import PIPE
 from zeroxla.mesh.batches import process_shard
@@ -85,18 +84,34 @@ def dpo(
             "themselves, not by an Island; leave outer out, or let islands train in zeroxla train"
         )
 
-    def policy(adapters: LoraModel | None, optimizer: Any) -> Policy:
-        loss = preference_loss(settings)
-        step = make_step(adapters or model, mesh, optimizer, loss=loss, config=config)
-        return Policy(step=step, adapters=adapters)
-
-    if storage.rank is not None:
-        actor, reference = policy(storage.with_adapters(model), optimizer), None
-    else:
-        actor = policy(None, optimizer)
-        still = None if storage.frozen is None else storage.with_adapters(model)
-        reference = policy(still, optax.set_to_zero())
+    adapters = None if storage.rank is None else storage.with_adapters(model)
+    loss = preference_loss(settings)
+    step = make_step(adapters or model, mesh, optimizer, loss=loss, config=config)
+    actor, reference = Policy(step=step, adapters=adapters), None
+    if adapters is None:
+        reference = frozen_reference(model, mesh, settings, storage=storage, config=config)
     return Dpo(settings, actor=actor, reference=reference, tensor=tensor)
+
+
+def frozen_reference(
+    model: Any, mesh: Mesh, settings: DpoSettings, *, storage: Storage, config: ZeroConfig
+) -> Policy:
+    """Return the policy of a reference beside an actor that is trained whole; `begin` gives it the
+    first weights.
+
+    Args:
+      model, mesh, settings, config: as for `dpo`.
+      storage: `frozen` says in which form its dense leaves are stored.
+    """
+    still = None if storage.frozen is None else storage.with_adapters(model)
+    step = make_step(
+        still or model,
+        mesh,
+        optax.set_to_zero(),
+        loss=preference_loss(settings),
+        config=dataclasses.replace(config, optimizer=None),
+    )
+    return Policy(step=step, adapters=still)
 
 
 class Dpo:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 
+import jax
 import numpy as np
 import pytest
 from tools.chat_folder import write_chat_folder
@@ -200,10 +201,86 @@ def test_what_is_refused(hub, monkeypatch, capsys, arguments, message):
     check_refused(common(hub, *arguments), message, capsys)
 
 
-def test_without_adapters_it_would_need_a_second_model(hub, monkeypatch, capsys):
-    monkeypatch.chdir(hub)
-    given = ["--init", "base", "--data", "text.jsonl", "--length", 32]
-    check_refused(given, "train would need a second model; give --lora-rank 16", capsys)
+@pytest.fixture(scope="module")
+def common_whole(hub):
+    told = common(hub)
+    at = told.index("--lora-rank")
+    return [*told[:at], *told[at + 2 :], "--learning-rate", 0.01]
+
+
+@pytest.fixture(scope="module")
+def finished_whole(common_whole, tmp_path_factory):
+    run = tmp_path_factory.mktemp("whole") / "run"
+    assert train("--run", run, *common_whole, "--dpo-reference", "float32") == 0
+    return run
+
+
+class TestWithoutAdapters:
+    """The reference is a copy of the first weights, which the run keeps."""
+
+    def test_its_steps_are_those_of_dpo_in_python(self, finished_whole, common_whole, hub):
+        options = read_options("train", [*map(str, common_whole)], TrainOptions)
+        mesh, model = mesh_for(options), from_hugging_face(hub / "base")
+        trainer = rlhf.dpo(
+            model,
+            mesh,
+            settings_of(options),
+            optimizer=optimizer_for(options, schedule_for(options)),
+            storage=rlhf.Storage(frozen=None),
+            config=config_for(options, mesh),
+        )
+        step = trainer.actor.step
+        first = zeroxla.from_pretrained(model, hub / "base", step)
+        states = trainer.begin(zeroxla.full_params(first), jax.random.key(0))
+        batches = iter(make_task(options, None, print).training(0, 1))
+        for number in range(1, 5):
+            drawn = next(batches)
+            pairs = rlhf.Pairs(
+                chosen_BL=drawn["chosen"],
+                rejected_BL=drawn["rejected"],
+                chosen_mask_BT=drawn["chosen_mask"],
+                rejected_mask_BT=drawn["rejected_mask"],
+            )
+            states, metrics = trainer.iterate(states, pairs)
+            for name in METRICS:
+                found = values(finished_whole, name)[number]
+                assert found == pytest.approx(metrics[name], abs=1e-5), name
+        batches.close()
+        assert values(finished_whole, "margin")[1] == pytest.approx(0, abs=1e-5)
+        assert abs(values(finished_whole, "margin")[4]) > 1e-3
+
+    def test_a_run_that_goes_on_has_the_same_reference(self, finished_whole, hub, tmp_path):
+        """Also without the folder that it began from."""
+        run = copy_at(finished_whole, tmp_path, 2)
+        hidden = (hub / "base").rename(hub / "hidden")
+        try:
+            assert train("--resume", "--run", run) == 0
+        finally:
+            hidden.rename(hub / "base")
+        for name in ("loss", "margin", "valid_loss", "valid_margin"):
+            assert values(run, name) == values(finished_whole, name), name
+
+    @pytest.mark.slow
+    def test_in_few_bits_the_reference_is_rounded(self, tmp_path, hub, capsys):
+        base = write_chat_folder(tmp_path / "base", layers=1, width=64, heads=2, length=32)
+        told = common(hub)[2:]
+        told = ["--init", base, *told[:2], *told[4:], "--dpo-reference", "int4"]
+        run = tmp_path / "run"
+        assert train("--run", run, *told, "--learning-rate", 1e-30) == 0
+        assert "Reference: a copy of the first weights in int4, " in capsys.readouterr().out
+        assert all(0 < abs(margin) < 1 for margin in values(run, "margin").values())
+        assert train("--resume", "--run", run, "--steps", 5) == 0
+
+    @pytest.mark.parametrize(
+        ("more", "message"),
+        [
+            (["--device-memory", "20KB"], "no room for the reference, a copy of the first weights"),
+            (["--lora-rank", 4, "--dpo-reference", "int8"], "--dpo-reference int8: without effect"),
+        ],
+    )
+    def test_what_is_refused(self, common_whole, hub, monkeypatch, capsys, more, message):
+        monkeypatch.chdir(hub)
+        check_refused([*common_whole, *more], message, capsys)
 
 
 def test_dropout_would_change_nothing(hub, monkeypatch, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -46,6 +47,11 @@ class Feed:
         self.weights = [weight_of(rows) for rows in self._valid]
         drawn = self._part if self._scorer is None else (0, 1)
         self.batches = iter(task.training(*drawn, slot))
+
+    def begin(self, state: TrainState, run: Path, *, resumed: bool) -> None:
+        """Prepare for the first batch; see `Scorer.begin`."""
+        if self._scorer is not None:
+            self._scorer.begin(state, run, resumed=resumed)
 
     def next(self, state: TrainState, seconds: PhaseSeconds) -> Any:
         """Return the next training batch, on the mesh.

@@ -122,6 +122,8 @@ class TrainJob(Job[TrainOptions, Output]):
         if self.state is None:
             key = jax.random.key(self.options.training.seed)
             self.state = self.step.init(key, self.feed.example)
+        resumed = self.options.output.resume
+        self.feed.begin(inner_of(self.state), self.path, resumed=resumed)
         self.valid_batches = self.feed.validation(inner_of(self.state))
         rows = self.valid_batches[0]
         self.program = self.output.program(self.step, inner_of(self.state), rows, self.stages)

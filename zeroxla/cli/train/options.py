@@ -64,7 +64,7 @@ class RowsOptions:
 @dataclass(frozen=True, kw_only=True)
 class DpoOptions:
     """Preferences: rows with a chosen and a rejected response (DPO). The reference is the model
-    without its adapters, so --lora-rank or --lora-init belongs to them."""
+    without its adapters; without --lora-rank and --lora-init it is a copy of the first weights."""
 
     dpo_beta: float = 0.1
     """Strength of the reference: a nat by which the model prefers a response more than the
@@ -75,6 +75,9 @@ class DpoOptions:
     """Take the mean log-probability of a response's tokens, and not their sum."""
     dpo_tensor: int = 1
     """Devices that share a copy of the reference while it scores. With 1 each holds all of it."""
+    dpo_reference: Literal["float32", "int8", "int4"] | None = None
+    """Format of the dense leaves of the reference's copy, without adapters. Default: int8. With
+    float32 margins begin at exactly 0."""
 
 
 @dataclass(frozen=True, kw_only=True)

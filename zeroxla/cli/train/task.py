@@ -32,6 +32,16 @@ class Scorer(Protocol):
 
     shapes: Any
 
+    def begin(self, state: TrainState, run: Path, *, resumed: bool) -> None:
+        """Prepare for the first batch.
+
+        Args:
+          state: the state that the run begins with.
+          run: the run's folder, in which it finds what it needs if the run is resumed.
+          resumed: whether it is.
+        """
+        ...
+
     def __call__(self, state: TrainState, rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return a completed batch; all processes pass all of its rows."""
         ...
