@@ -11,11 +11,12 @@ NAMES = ("loss", "margin", "chosen_reward", "targets", "valid_loss", "valid_accu
 
 
 @pytest.mark.slow
-def test_two_processes_learn_what_one_does_and_resume(tmp_path):
+@pytest.mark.parametrize("reference", [["--lora-rank", 4], ["--dpo-reference", "float32"]])
+def test_two_processes_learn_what_one_does_and_resume(reference, tmp_path):
     base = write_chat_folder(tmp_path / "base", layers=1, width=16, heads=2, length=32)
     file = write_lines(tmp_path / "preferences.jsonl", preference_rows(60))
     start = [
-        *("--init", base, "--data", file, "--lora-rank", 4, "--length", 32, "--batch", 8),
+        *("--init", base, "--data", file, *reference, "--length", 32, "--batch", 8),
         *("--learning-rate", 0.05, "--steps", 4, "--save-every", 2, "--eval-every", 2),
         *("--sample-bytes", 0),
     ]

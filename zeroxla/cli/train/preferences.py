@@ -113,9 +113,7 @@ class PreferenceScorer:
       ValueError: as `Dpo`; or a device has no room for the copy.
     """
 
-    def __init__(
-        self, settings: DpoSettings, model: Any, step: Step, options: DpoOptions
-    ) -> None:
+    def __init__(self, settings: DpoSettings, model: Any, step: Step, options: DpoOptions) -> None:
         self.shapes, self.words = pair_shapes(settings), ""
         self._reference: Policy | None = None
         self._state: TrainState | None = None

@@ -28,7 +28,9 @@ def device_bytes(mesh: Mesh) -> int:
       ValueError: the device says nothing about its memory, and no table has it.
     """
     device: Any = None if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0]
-    stats = (device.memory_stats() or {}) if isinstance(device, jax.Device) else {}
+    # A process may ask its own devices alone.
+    own = device if isinstance(mesh, AbstractMesh) else next(iter(mesh.local_devices), None)
+    stats = (own.memory_stats() or {}) if isinstance(own, jax.Device) else {}
     if limit := stats.get("bytes_limit"):
         return int(limit)
     kind = getattr(device, "device_kind", "")
