@@ -70,13 +70,17 @@ def check_rlhf(options: RlhfOptions) -> None:
         check_new(options.output.run)
     _check_file("--deepspeed", options.zero.deepspeed)
     if (run := options.start.init_run) is not None and not run.expanduser().is_dir():
-        raise ValueError(f"--init-run {run}: there is no such folder; name one of zeroxla train")
+        raise ValueError(
+            f"--init-run {run}: {run} holds no run, there is no such folder; name one of zeroxla "
+            "train"
+        )
 
 
 def check_generate(options: GenerateOptions) -> None:
     """Check what `zeroxla generate` is given; see `check_train`."""
     check_source(options.source)
-    _check_file("--file", options.prompts.file)
+    if (file := options.prompts.file) is not None and file.suffix in (".jsonl", ".json"):
+        _check_file("--file", file)  # what else it may be is said where it is read
     _check_file("--chat-template", options.prompts.chat_template)
     check_adapter("--adapter", options.weights.adapter)
 
