@@ -52,7 +52,7 @@ def check_train(options: TrainOptions, slot: int | None = None) -> None:
             "FOLDER`, and give that folder"
         )
     _check_file("--deepspeed", options.zero.deepspeed)
-    _check_file("--chat-template", options.rows.chat_template)
+    _check_template(options.rows.chat_template)
     check_adapter("--lora-init", options.lora.lora_init)
     tokenizer = None if init is None else init.expanduser() / "tokenizer.json"
     if tokenizer is not None and tokenizer.is_file():
@@ -81,7 +81,7 @@ def check_generate(options: GenerateOptions) -> None:
     check_source(options.source)
     if (file := options.prompts.file) is not None and file.suffix in (".jsonl", ".json"):
         _check_file("--file", file)  # what else it may be is said where it is read
-    _check_file("--chat-template", options.prompts.chat_template)
+    _check_template(options.prompts.chat_template)
     check_adapter("--adapter", options.weights.adapter)
 
 
@@ -174,6 +174,14 @@ def _check_data(paths: Iterable[Path]) -> None:
             raise ValueError(
                 f"cannot read {path}: {error.strerror}; correct the path of --data, or leave it out"
             ) from error
+
+
+def _check_template(file: Path | None) -> None:
+    if file is not None and not file.expanduser().is_file():
+        raise ValueError(
+            f"cannot read the chat template {file}: No such file; correct the path of "
+            "--chat-template"
+        )
 
 
 def _check_file(option: str, path: Path | None) -> None:
