@@ -21,6 +21,7 @@ from quality_training import LENGTH, NUM_FINAL_BATCHES, Setup
 
 from zeroxla import Coordinator, Island, IslandState, Step, TrainState, make_mesh, make_step
 from zeroxla.cli.data.text import training_batches
+from zeroxla.cli.train.chosen import with_rates
 from zeroxla.cli.train.setup import BETA2, optimizer_for, schedule_for
 from zeroxla.models import GPT
 
@@ -185,7 +186,7 @@ def muon_for(setup: Setup) -> optax.GradientTransformation:
     the schedule, the decay and the clipping of AdamW, and nothing is tuned. Source: arXiv
     2502.16982.
     """
-    training, schedule = setup.options.training, schedule_for(setup.options)
+    training, schedule = with_rates(setup.options).training, schedule_for(setup.options)
     adam = dataclasses.replace(training, clip=0).make(schedule, beta2=BETA2)
     # The blocks are stacked: the first dim counts them.
     dims = contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)

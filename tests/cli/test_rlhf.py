@@ -79,7 +79,7 @@ class TestFinishedRun:
         for i in (2, 4):
             each.insert(each.index(f"iteration {i}/5") + 1, f"iteration {i}")
         assert lines == [*each, "iteration 5"]
-        assert "text step 10/" in printed
+        assert "text step 4/4: loss " in printed
         assert "usual for a small new model" in printed
 
     def test_leaves_every_file(self, finished):

@@ -52,7 +52,7 @@ def check_train(options: TrainOptions, slot: int | None = None) -> None:
             f"{missing_model(init)}"
         )
     _check_file("--deepspeed", options.zero.deepspeed)
-    _check_file("--chat-template", options.rows.chat_template)
+    _check_template(options.rows.chat_template)
     check_adapter("--lora-init", options.lora.lora_init)
     tokenizer = None if init is None else init.expanduser() / "tokenizer.json"
     if tokenizer is not None and tokenizer.is_file():
@@ -70,7 +70,10 @@ def check_rlhf(options: RlhfOptions) -> None:
         check_new(options.output.run)
     _check_file("--deepspeed", options.zero.deepspeed)
     if (run := options.start.init_run) is not None and not run.expanduser().is_dir():
-        raise ValueError(f"--init-run {run}: there is no such folder; name one of zeroxla train")
+        raise ValueError(
+            f"--init-run {run}: {run} holds no run, there is no such folder; name one of zeroxla "
+            "train"
+        )
 
 
 def check_generate(options: GenerateOptions) -> None:
@@ -82,7 +85,7 @@ def check_generate(options: GenerateOptions) -> None:
     if file is not None and file.suffix:  # of no use, whether it is there or not
         checked_form(file)
     _check_file("--file", file)
-    _check_file("--chat-template", options.prompts.chat_template)
+    _check_template(options.prompts.chat_template)
     check_adapter("--adapter", options.weights.adapter)
 
 
@@ -178,6 +181,14 @@ def _check_data(paths: Iterable[Path]) -> None:
             if len(path.parts) == 2 and (found := download_text(path, " --repo-type dataset")):
                 remedy += f". {found[0].upper()}{found[1:]}"
             raise ValueError(f"cannot read {path}: {error.strerror}; {remedy}") from error
+
+
+def _check_template(file: Path | None) -> None:
+    if file is not None and not file.expanduser().is_file():
+        raise ValueError(
+            f"cannot read the chat template {file}: No such file; correct the path of "
+            "--chat-template"
+        )
 
 
 def _check_file(option: str, path: Path | None) -> None:

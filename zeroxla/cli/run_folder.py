@@ -204,7 +204,8 @@ def check_new(path: Path, named: Path | None = None) -> None:
         )
     if files := [parent for parent in (path, *path.parents) if parent.is_file()]:
         raise ValueError(
-            f"cannot write the run folder {path}: {files[0]} is a file; choose another with --run"
+            f"cannot write the run folder {path}: Not a directory: {files[0]} is a file; choose "
+            "another with --run"
         )
 
 

@@ -76,10 +76,14 @@ class LanguageTask:
             return None
         return from_pretrained(self._module, init, step, key=key, adapter=adapter)
 
+    def encoded_prompt(self, prompt: str) -> list[int]:
+        """Turn the text of --prompt into the numbers that the model continues."""
+        return self.choice.vocabulary.encode(prompt)
+
     def asked(self) -> FinalPrompt:
         """Return what the trained model continues: the text of --prompt."""
         prompt = self.options.output.prompt or "def "
-        return FinalPrompt(prompt, self.choice.vocabulary.encode(prompt))
+        return FinalPrompt(prompt, self.encoded_prompt(prompt))
 
     def show(
         self, step: Step, state: TrainState, folder: RunFolder | NoRunFolder, output: Output

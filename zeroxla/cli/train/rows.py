@@ -152,15 +152,19 @@ class RowFilesTask(LanguageTask, abc.ABC):
         if self.template is not None:
             self.template.write(run)
 
+    def encoded_prompt(self, prompt: str) -> list[int]:
+        if self.template is None:
+            return super().encoded_prompt(prompt)
+        said = [{"role": "user", "content": prompt}]
+        return super().encoded_prompt(self.template.prompt(said))
+
     def asked(self) -> FinalPrompt:
         """Return what the trained model is asked: --prompt, or else the first question that was
         held out, with its answer."""
-        given, vocabulary = self.options.output.prompt, self.choice.vocabulary
-        if given is not None and self.template is None:
-            return super().asked()
-        if given is not None and self.template is not None:
-            text = self.template.prompt([{"role": "user", "content": given}])
-            return FinalPrompt(given, vocabulary.encode(text), ends=self._ends())
+        given = self.options.output.prompt
+        if given is not None:
+            ends = self._ends() if self.template is not None else frozenset()
+            return FinalPrompt(given, self.encoded_prompt(given), ends=ends)
         for source in self.sources:
             for index in range(min(source.rows.num_valid, MAX_ASKED)):
                 with contextlib.suppress(RowError):
