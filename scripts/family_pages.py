@@ -76,7 +76,7 @@ def page(model_type: str) -> str:
     ]
     if limits := family.get("limits"):
         parts += ["## Limits", limits]
-    parts.append("All families: [families.md](../families.md).")
+    parts.append("All families: [families](../families.md).")
     return "\n\n".join(parts) + "\n"
 
 
@@ -181,7 +181,7 @@ def index() -> str:
     return (
         "# A page for each family\n\n"
         "Written by `scripts/family_pages.py` from `models/families/`. What they share is in\n"
-        "[families.md](../families.md).\n\n" + "\n".join(rows) + "\n"
+        "[families](../families.md).\n\n" + "\n".join(rows) + "\n"
     )
 
 
