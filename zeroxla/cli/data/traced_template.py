@@ -11,7 +11,7 @@ from typing import Any
 
 from zeroxla.cli.data.bad_rows import RowError
 from zeroxla.cli.data.traced_text import Traced, concat, origins, traced
-from zeroxla.cli.data.turns import BEGIN, GENERATION, Field, Loop, TurnFinder
+from zeroxla.cli.data.turns import BEGIN, GENERATION, Field, LoopPlace, TurnFinder
 from zeroxla.program.extras import extra
 
 _MARK = "_mark"
@@ -55,11 +55,11 @@ class TracedTemplate:
             if found is None and isinstance(item, Mapping):  # made of a message by the template
                 fields = {x.message for x in origins(item) if isinstance(x, Field)}
                 found = fields.pop() if len(fields) == 1 else None
-            return Traced("", [(0, 0, Loop("at", found))])
+            return Traced("", [(0, 0, LoopPlace("at", found))])
 
         def set_to(value: Any) -> str:
             found = places.get(id(value))
-            return "" if found is None else Traced("", [(0, 0, Loop("set", found))])
+            return "" if found is None else Traced("", [(0, 0, LoopPlace("set", found))])
 
         loop = {_ENTER: _place("enter"), _AT: at, _SET: set_to, _LEAVE: _place("leave")}
         try:
@@ -177,7 +177,7 @@ def _names(tree: Any) -> set[str]:
 
 
 def _place(event: str) -> str:
-    return Traced("", [(0, 0, Loop(event))])
+    return Traced("", [(0, 0, LoopPlace(event))])
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **more: Any) -> str:

@@ -41,7 +41,7 @@ class Field(NamedTuple):
     part: tuple[Any, ...] = ()
 
 
-class Loop(NamedTuple):
+class LoopPlace(NamedTuple):
     """A place in the text where the template was at a loop.
 
     Attributes:
@@ -59,7 +59,7 @@ GENERATION = "generation"
 """The origin of what `{% generation %}` encloses."""
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """A part of the text.
 
     Attributes:
@@ -79,23 +79,23 @@ def fields_of(text: str) -> list[tuple[int, int, Field]]:
     return [span for span in getattr(text, "spans", ()) if isinstance(span[2], Field)]
 
 
-def pieces_of(text: str) -> list[Piece]:
+def pieces_of(text: str) -> list[TextPiece]:
     """Cut a text where the template's loops went from one message to another."""
-    pieces: list[Piece] = []
+    pieces: list[TextPiece] = []
     outside = _Now(None, 0, True)
     loops: list[_Now] = []  # that the template is in
     place = 0
     for visit, (first, _, origin) in enumerate(
-        (*getattr(text, "spans", ()), (len(text), 0, Loop("end"))), 1
+        (*getattr(text, "spans", ()), (len(text), 0, LoopPlace("end"))), 1
     ):
-        if not isinstance(origin, Loop):
+        if not isinstance(origin, LoopPlace):
             continue
         now = loops[-1] if loops else outside
         if first > place:
             if pieces and pieces[-1].visit == now.visit:
                 pieces[-1] = pieces[-1]._replace(end=first)
             else:
-                pieces.append(Piece(place, first, now.message, now.visit))
+                pieces.append(TextPiece(place, first, now.message, now.visit))
             place = first
         if origin.event == "enter":
             loops.append(now)
@@ -222,7 +222,7 @@ class _Conversation:
                     place = mark.start()
         return max(first, min(place, end))
 
-    def _pieces_of(self, i: int) -> list[Piece]:
+    def _pieces_of(self, i: int) -> list[TextPiece]:
         """Return the pieces of the one visit in which the template wrote message i; none if that is
         not clear."""
         pieces = [x for x in self._pieces if x.message == i]
@@ -232,7 +232,7 @@ class _Conversation:
         visits = with_fields or written
         return [x for x in pieces if x.visit in visits] if len(visits) == 1 else []
 
-    def _answer(self, i: int, piece: Piece) -> list[int]:
+    def _answer(self, i: int, piece: TextPiece) -> list[int]:
         """Return the places where fields of an answer begin in a piece."""
         return [
             a
@@ -240,7 +240,7 @@ class _Conversation:
             if field.message == i and field.key in ANSWER and piece.first <= a and b <= piece.end
         ]
 
-    def _first(self, i: int, piece: Piece) -> int:
+    def _first(self, i: int, piece: TextPiece) -> int:
         """Return the place where the turn of message i begins in its piece."""
         first, end = self.lead(i) or piece[:2]
         lead, headers = self._text[first:end], self._finder.headers
