@@ -133,7 +133,9 @@ class TestReport:
     def test_too_many_rows_that_it_makes_bad_end_the_run_before_it_begins(
         self, tmp_path, hub, too_long
     ):
-        rows = [chat("a" * 300, "b")] * 3 + [chat("a", "b" * i) for i in range(60)]
+        rows = [chat("a" * (300 + i), "b") for i in range(3)] + [
+            chat("a", "b" * i) for i in range(60)
+        ]
         with pytest.raises(ValueError, match=rf"3 of 63 rows .*--too-long {too_long}\)") as caught:
             task_of(tmp_path, hub, rows, length=128, too_long=too_long, max_bad_rows=0.04)
         assert "the 129 tokens of a sequence" in str(caught.value)

@@ -27,6 +27,7 @@ from zeroxla.cli.train.language import FinalPrompt, LanguageTask
 from zeroxla.cli.train.length import SequenceLength, agreed, bounded, given, with_length
 from zeroxla.cli.train.model import ModelChoice, choose
 from zeroxla.cli.train.options import TrainOptions
+from zeroxla.mesh.processes.exchange import on_first
 
 if TYPE_CHECKING:
     import grain
@@ -83,7 +84,9 @@ class RowFilesTask(LanguageTask, abc.ABC):
             if options.model.init is None:
                 choice = choose(options)
         super().__init__(options, run, choice)
-        self._valid = list(self._validation())
+        self._valid = list(self._validation())  # which names the first rows that are bad
+        if run is None:
+            on_first("rows that are too long", self._check_lengths)
 
     def _length(self) -> tuple[SequenceLength, str]:
         """Return the length of sequences, and a report on the lengths of rows."""
@@ -96,10 +99,14 @@ class RowFilesTask(LanguageTask, abc.ABC):
             options,
             sequences=self.sequences,
         )
-        rows = options.rows
-        lengths.check(found.tokens, too_long=rows.too_long, limit=rows.max_bad_rows)
+        rows, self._lengths = options.rows, lengths
         report = lengths.report(found.tokens, too_long=rows.too_long, packing=rows.packing)
         return found, f"Length: {found.tokens:,} ({found.source}). {report}"
+
+    def _check_lengths(self) -> None:
+        """Check, in the process that measured rows, that few are bad because they are too long."""
+        rows, length = self.options.rows, self.options.text.tokens
+        self._lengths.check(length, too_long=rows.too_long, limit=rows.max_bad_rows)
 
     def _encoder(self, length: int) -> Any:
         """Return what turns rows into at most this many tokens and one."""
