@@ -124,7 +124,7 @@ def rows_of_no_group(p, x):
     order, counts = jnp.argsort(chosen), jnp.bincount(chosen, length=EXPERTS)
     sizes = jnp.where(jnp.arange(EXPERTS) < EXPERTS // 2, counts, 0)
     h = jnp.exp(lax.ragged_dot(x[order // TOP_K], p["gate"], sizes))
-    y = lax.ragged_dot(h, p["down"], sizes) + h.sum(-1, keepdims=True)
+    y = 0.1 * (lax.ragged_dot(h, p["down"], sizes) + h.mean(-1, keepdims=True))
     return combined(y[jnp.argsort(order)], weights)
 
 
