@@ -67,8 +67,9 @@ class Run:
         """The model on one device, with the parameters of `start`."""
         state = self._first
         model_state = jax.tree.map(np.asarray, state.model_state)
+        of_no_pair = dataclasses.replace(state, containers=None)  # those are of parameters
         return reference_of(
-            self.built, zeroxla.full_params(state), as_in_model(model_state, state.indices)
+            self.built, zeroxla.full_params(state), as_in_model(model_state, of_no_pair)
         )
 
     @functools.cached_property

@@ -190,7 +190,7 @@ class TestBatch:
         assert main(["check", "own:pair"]) == 2
         message = capsys.readouterr().err
         assert '{"tokens": int32[16x17]}' in message
-        assert "KeyError: 'x'" in message
+        assert "reads 'x', which the batch does not have" in message
         assert "give --batch MODULE:NAME" in message
 
 

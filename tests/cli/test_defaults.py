@@ -76,6 +76,7 @@ LIBRARY = {
     "plan compile": of(zeroxla.plan, "compiled"),
     "explain compile": of(zeroxla.explain, "compiled"),
     "least_share": of(zeroxla.explain, "least_share"),
+    "island_own": of(zeroxla.export_params, "island_own"),
     "max_shard_size": of(zeroxla.export_params, "max_shard_size"),
     "outer_error_feedback": of(zeroxla.Outer, "error_feedback"),
     "round_deadline": of(zeroxla.Coordinator, "deadline"),

@@ -89,7 +89,10 @@ class TestFiles:
         folder.log(1, {"loss": 3.0})
         folder.log(2, {"loss": float("nan"), "valid_loss": 2.5, "accuracy": 0.5})
         figure = plot_run(folder.metrics(), **guess, metrics=("accuracy",))
-        assert [axes.get_ylabel() for axes in figure.axes] == ["nats per byte", "accuracy"]
+        assert [axes.get_title(loc="left") for axes in figure.axes] == [
+            "Loss, nats per byte",
+            "Accuracy",
+        ]
         folder.write_figure("loss.png", figure)
         picture = (tmp_path / "loss.png").read_bytes()
         assert picture.startswith(b"\x89PNG")

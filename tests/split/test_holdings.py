@@ -269,4 +269,4 @@ def test_the_cheapest_conversion_is_taken_backward_included():
     assert cheapest([WHOLE, rows], COPIES, 4, has_gradient=False)[1] == WHOLE
     assert cheapest([WHOLE, rows], COPIES, 4, has_gradient=True) == (1.5, WHOLE)
     assert cheapest([SUMMANDS, rows], part(1, x), 4, has_gradient=True) == (2 * 3 / 16, rows)
-    assert {kind.value for kind in Kind} == {"whole", "copies", "part", "summands"}
+    assert {kind.value for kind in Kind} == {"whole", "copies", "part", "summands", "ragged"}

@@ -16,7 +16,7 @@ from tools.quick import quick_compilation  # noqa: F401
 from zeroxla.program.trace import trace
 from zeroxla.split.axis_costs import AxisCosts
 from zeroxla.split.conversions import RanEquation, conversions_of, events_of
-from zeroxla.split.holdings import COPIES, Kind, Window, convert, ragged
+from zeroxla.split.holdings import COPIES, Kind, RowWindow, convert, ragged
 from zeroxla.split.plan_proof import PlanProof, Verdict
 from zeroxla.split.run_plan import PlanRunner
 from zeroxla.split.split_axis import SplitAxis
@@ -241,7 +241,7 @@ def test_a_window_holds_the_rows_of_a_device_and_gives_them_back():
     held = ragged(0, None)
 
     def run(_):
-        window = Window.of(jnp.asarray(sizes), SplitAxis(parts=3, name="axis"))
+        window = RowWindow.of(jnp.asarray(sizes), SplitAxis(parts=3, name="axis"))
         own = window.taken(jnp.asarray(x), held)
         return own, window.put_back(own, held)
 
@@ -255,12 +255,12 @@ def test_a_window_holds_the_rows_of_a_device_and_gives_them_back():
 def test_the_proof_finds_a_way_that_takes_rows_of_other_groups(monkeypatch):
     plan = planned("back_by_gather", "expert", 4)
     assert not any(PlanProof().check(plan, 4)[Verdict.WRONG])
-    right = Window.of.__func__ if hasattr(Window.of, "__func__") else Window.of
+    right = RowWindow.of.__func__ if hasattr(RowWindow.of, "__func__") else RowWindow.of
 
     def shifted(sizes, axis):
         window = right(sizes, axis)
-        return Window(start=window.start + 1, num=window.num)
+        return RowWindow(start=window.start + 1, num=window.num)
 
-    monkeypatch.setattr(Window, "of", staticmethod(shifted))
+    monkeypatch.setattr(RowWindow, "of", staticmethod(shifted))
     wrong = PlanProof().check(plan, 4)[Verdict.WRONG]
     assert {trial.eq.name for trial in wrong} >= {"ragged_dot_general"}

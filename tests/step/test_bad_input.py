@@ -286,9 +286,9 @@ def test_a_refused_call_leaves_the_state_alone(step, state):
 
 
 def test_an_image_model_gets_tokens(mesh):
-    """The model's own error passes through: it names what the model misses."""
+    """The error names what the model misses, and what the batch has."""
     step = zeroxla.make_step(MLP.tiny(), mesh)
-    with pytest.raises(KeyError, match="image"):
+    with pytest.raises(ValueError, match=r"'image', which the batch does not have: .* 'tokens'"):
         step.init(KEY, {"tokens": np.zeros((8, 5), np.int32)})
 
 

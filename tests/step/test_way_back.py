@@ -87,7 +87,7 @@ class Normed(nnx.Module):
 def test_an_nnx_module_with_tuples_as_names_is_updated():
     step, state = trained(lambda rngs: Normed(rngs), batch := vectors(16))
     module = Normed(nnx.Rngs(1))
-    for part in (zeroxla.full_params(state), as_in_model(state.model_state, state.indices)):
+    for part in (zeroxla.full_params(state), as_in_model(state.model_state, state)):
         nnx.update(module, jax.tree.map(jnp.asarray, part))
     module.eval()
     expected = float(step.eval(state, batch)["loss"])

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from zeroxla.cli.islands.folders import folder_of, island_folders
 from zeroxla.cli.named_object import check_object
 from zeroxla.cli.run_folder import CONFIG, check_new
+from zeroxla.cli.run_lock import check_free
 from zeroxla.cli.tracking.trackers import check_tracker
 from zeroxla.models.folders import download_text, missing_adapter, missing_model
 from zeroxla.program.extras import check_package
@@ -45,7 +46,9 @@ def check_train(options: TrainOptions, slot: int | None = None) -> None:
     if options.output.resume:
         return
     if options.output.run is not None:
-        check_new(folder_of(options.output.run, slot), options.output.run)
+        folder = folder_of(options.output.run, slot)
+        check_free(folder)  # first: a run that goes on is not to be continued by another
+        check_new(folder, options.output.run)
     if (init := options.model.init) is not None and not init.expanduser().is_dir():
         raise ValueError(
             f"--init {init}: there is no such folder, so its config.json cannot be read; "
@@ -67,6 +70,7 @@ def check_rlhf(options: RlhfOptions) -> None:
     if options.output.resume:
         return
     if options.output.run is not None:
+        check_free(options.output.run)
         check_new(options.output.run)
     _check_file("--deepspeed", options.zero.deepspeed)
     if (run := options.start.init_run) is not None and not run.expanduser().is_dir():

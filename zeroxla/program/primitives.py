@@ -232,6 +232,21 @@ COLLECTIVES = frozenset(HLO_KINDS) | _names(
 )
 """They talk to other devices, or their derivatives do. Each must run exactly where it stands."""
 
+BY_ROWS = (ELEMENTWISE | REDUCTIONS | ARRANGEMENTS | CASTS) | _names(
+    "concatenate dot_general gather pad slice split top_k"
+)
+"""They compute a row from the same row, wherever it is, if their rule does not block the rows.
+Running sums and `iota` depend on the place."""
+
+SUMS_OF_MANY = _names("concatenate scatter scatter-add select_n")
+"""The result is linear in all their floating operands together."""
+
+SCALINGS = _names("div mul")
+"""The result is linear in the first operand."""
+
+LINEAR_IN_ONE = LINEAR | SUMS | SUMS_OF_MANY | _names("div dot_general gather mul name slice")
+"""The result is linear in one floating operand, or in all of them together."""
+
 RUN_BESIDE = frozenset({"all_to_all", "reduce_scatter"})
 """Collectives that on GPUs run beside the equations that follow them. Their operands stay in memory
 until something reads their results. `all_gather` does so too, but its operands are shards, which

@@ -9,7 +9,7 @@ from typing import Any as _Any
 
 if TYPE_CHECKING:  # what follows in `_PLACES`, for those who read types
     from zeroxla.rlhf.advantages import gae, group_advantages, token_rewards, whiten
-    from zeroxla.rlhf.dpo_loss import DpoSettings, dpo_loss, pair_shapes, preference_loss
+    from zeroxla.rlhf.dpo_objective import DpoSettings, dpo_loss, pair_shapes, preference_loss
     from zeroxla.rlhf.dpo_trainer import Dpo, dpo
     from zeroxla.rlhf.loop import Loop
     from zeroxla.rlhf.losses import (
@@ -81,7 +81,7 @@ _PLACES = {
         "token_rewards",
         "whiten",
     ),
-    "dpo_loss": (
+    "dpo_objective": (
         "DpoSettings",
         "dpo_loss",
         "pair_shapes",

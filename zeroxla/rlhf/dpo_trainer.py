@@ -15,7 +15,7 @@ from zeroxla.config.zero_config import ZeroConfig
 from zeroxla.hybrid.engine import HybridEngine
 from zeroxla.mesh.axes import PIPE
 from zeroxla.mesh.batches import process_shard
-from zeroxla.rlhf.dpo_loss import DpoSettings, pair_shapes, preference_loss
+from zeroxla.rlhf.dpo_objective import DpoSettings, pair_shapes, preference_loss
 from zeroxla.rlhf.make import Storage
 from zeroxla.rlhf.pairs import Pairs
 from zeroxla.rlhf.policy import Policy

@@ -115,7 +115,7 @@ def ragged(dim: int, sizes: Operand) -> Holding:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Window:
+class RowWindow:
     """The rows of a ragged array that belong to a device's own groups.
 
     Rows that belong to no group, behind those of the last one, are the last device's.
@@ -129,7 +129,7 @@ class Window:
     num: jax.Array
 
     @staticmethod
-    def of(sizes: jax.Array, axis: SplitAxis) -> Window:
+    def of(sizes: jax.Array, axis: SplitAxis) -> RowWindow:
         """Return a device's rows.
 
         Args:
@@ -140,7 +140,7 @@ class Window:
         groups, sizes = jnp.arange(sizes.shape[0]) // per, sizes.astype(jnp.int32)
         start = jnp.where(groups < axis.index, sizes, 0).sum()
         num = jnp.where(groups == axis.index, sizes, 0).sum()
-        return Window(start=start, num=jnp.where(axis.index == axis.parts - 1, most, num))
+        return RowWindow(start=start, num=jnp.where(axis.index == axis.parts - 1, most, num))
 
     def own(self, x: jax.Array, held: Holding) -> jax.Array:
         """Return a ragged array with zeros behind the device's rows. So has its cotangent then,
@@ -230,7 +230,7 @@ def convert(
     have: Holding,
     want: Holding,
     axis: SplitAxis,
-    window_of: Callable[[Holding], Window] | None = None,
+    window_of: Callable[[Holding], RowWindow] | None = None,
 ) -> jax.Array:
     """Turn this device's array of one holding into that of another. Call it inside `shard_map`.
 

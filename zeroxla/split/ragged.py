@@ -19,15 +19,15 @@ import numpy as np
 
 from zeroxla.program.likeness import likeness
 from zeroxla.program.primitives import (
-    ARRANGEMENTS,
-    CASTS,
+    BY_ROWS,
     CUSTOM_RULES,
-    ELEMENTWISE,
     LINEAR,
+    LINEAR_IN_ONE,
     LOOPS,
-    REDUCTIONS,
     REMATS,
+    SCALINGS,
     SUMS,
+    SUMS_OF_MANY,
 )
 from zeroxla.program.trace import Constant, Equation, Operand, Value, is_float
 from zeroxla.split.atoms import Atom, atoms_in, expand, pieces_of
@@ -35,18 +35,6 @@ from zeroxla.split.dims_flow import DimsFlow
 from zeroxla.split.expert_rules import group_dims
 from zeroxla.split.holdings import COPIES, SUMMANDS, Holding, part, ragged
 from zeroxla.split.ways import Way, flow_alone
-
-_BY_ROWS = (
-    (ELEMENTWISE | REDUCTIONS | ARRANGEMENTS | CASTS)
-    | {"concatenate", "dot_general", "gather", "pad", "slice", "split", "top_k"}
-)  # fmt: skip
-"""They compute a row from the same row, wherever it is, if their rule does not block the rows.
-Running sums and `iota` depend on the place."""
-
-_SUMS_OF_MANY = frozenset({"concatenate", "scatter", "scatter-add", "select_n"})
-"""The result is linear in all their floating operands together."""
-
-_LINEAR = LINEAR | SUMS | _SUMS_OF_MANY | {"div", "dot_general", "gather", "mul", "name", "slice"}
 
 _MOST_STEPS = 8
 """How far back it is looked whether two arrays of sizes are computed alike."""
@@ -89,10 +77,10 @@ class RaggedRows:
                     if need.sizes is not None and x not in found.rows:
                         found._copy(x, made_by)
             follows = any(x in found.rows or x in found.added for x in eq.values)
-            if follows and eq.name in _LINEAR | CUSTOM_RULES:
+            if follows and eq.name in LINEAR_IN_ONE | CUSTOM_RULES:
                 ways = found._of_summands(eq)
                 found._ways.setdefault(eq, []).extend(ways)
-                if ways or eq.name in LINEAR | SUMS | {"div", "mul"}:
+                if ways or eq.name in LINEAR | SUMS | SCALINGS:
                     found.added.update(v for v in eq.outputs if v.is_float)
         return found
 
@@ -190,7 +178,7 @@ class RaggedRows:
             needs += [(SUMMANDS, COPIES), (COPIES, SUMMANDS)]
         elif eq.name in ("name", "slice"):
             needs.append((SUMMANDS,))
-        elif eq.name in _SUMS_OF_MANY:
+        elif eq.name in SUMS_OF_MANY:
             first_case = 1 if eq.name == "select_n" else 0
             floats = [_is_float(x) and i >= first_case for i, x in enumerate(eq.inputs)]
             needs.append(tuple(SUMMANDS if yes else COPIES for yes in floats))
@@ -204,7 +192,7 @@ class RaggedRows:
 def _is_by_rows(flow: DimsFlow, eq: Equation, atom: Atom) -> bool:
     """Return whether an equation computes rows from the same rows, wherever they are."""
     if eq.name not in CUSTOM_RULES and eq.name not in REMATS:
-        return eq.name in _BY_ROWS
+        return eq.name in BY_ROWS
     for body in flow.bodies.get(eq, ()):
         for inner in body.program.equations:
             constants = [x for x in inner.inputs if isinstance(x, Constant)]

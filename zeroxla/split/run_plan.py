@@ -19,7 +19,7 @@ from zeroxla.program import compat
 from zeroxla.program.scan import Scan
 from zeroxla.program.trace import Constant, Equation, Operand, Value
 from zeroxla.split.atoms import Dims
-from zeroxla.split.holdings import COPIES, WHOLE, Holding, Kind, Window, cheapest, convert
+from zeroxla.split.holdings import COPIES, WHOLE, Holding, Kind, RowWindow, cheapest, convert
 from zeroxla.split.run_parts import PartsRunner, rematerialised
 from zeroxla.split.split_axis import SplitAxis
 from zeroxla.split.ways import AxisPlan, Way
@@ -97,13 +97,13 @@ class PlanRunner:
     ) -> jax.Array:
         return convert(x, dims, have, want, self.axis, lambda held: self._window(env, held))
 
-    def _window(self, env: _Env, held: Holding) -> Window:
+    def _window(self, env: _Env, held: Holding) -> RowWindow:
         """Return the rows that a ragged holding gives the device."""
         assert held.sizes is not None
         sizes = self.sizes.get(held.sizes)
         if sizes is None:
             sizes = jnp.asarray(self._read(env, held.sizes, COPIES))
-        return Window.of(sizes, self.axis)
+        return RowWindow.of(sizes, self.axis)
 
     def _run(self, eq: Equation, way: Way, args: list[list[jax.Array]]) -> list[jax.Array]:
         if way.exchange is not None:

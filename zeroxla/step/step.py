@@ -217,7 +217,7 @@ class Step:
             else:
                 train = self._compiled.train(state, batch)
                 state, metrics = self._run("train", train, state, batch)
-        self._kinds.notice("step", batch, stacklevel=3)
+        self._kinds.notice("step", batch, stacklevel=4)
         return state, {**metrics, **self._rates.since_last(batch)}
 
     def eval(self, state: TrainState, batch: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ def rows(tmp_path):
     prompt, _ = greedy("llama")
     rows = [
         {"prompt": prompt, "id": 7, "none": None},
-        {"messages": [{"role": "user", "content": "t5"}], "tools": [{"name": "t9"}]},
+        {"messages": [{"role": "user", "content": "t5"}]},
         {"prompt": "t1 t2 t3", "é": ["ü"]},
     ]
     file = tmp_path / "prompts.jsonl"
@@ -74,11 +74,12 @@ def test_bad_rows_are_named(folder_of, rows, tmp_path, capsys):
         '{"prompt": "t1", "response": "t2"}',
         '{"messages": [{"role": "assistant", "content": "t1"}]}',
         '{"prompt": "\\ud800"}',
-        '{"messages": [{"role": "user", "content": "t5"}]}',
+        '{"messages": [{"role": "user", "content": "t6"}, {"role": "user", "content": "t5"}]}',
         "[1]",
     ]
     template = tmp_path / "own.jinja"
-    template.write_text("{% if not tools %}{{ raise_exception('no tools') }}{% endif %}t5")
+    refusal = "{% if messages | length > 1 %}{{ raise_exception('one only') }}{% endif %}"
+    template.write_text(refusal + "{{ messages[0].content }}")
     file.write_text("\n".join([file.read_text(), *bad]))
     out = tmp_path / "answers.jsonl"
     told = ["--file", file, "--output", out, "--chat-template", template, *LIKELIEST]
@@ -94,7 +95,7 @@ def test_bad_rows_are_named(folder_of, rows, tmp_path, capsys):
             'the row has "response", a key that its answer will have; rename it',
             'the last message has the role "assistant"',
             "half of a surrogate pair",
-            "the chat template refuses the conversation: no tools",
+            "the chat template refuses the conversation: one only",
             "the row is a JSON array",
         ),
         start=6,

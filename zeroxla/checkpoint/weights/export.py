@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroxla.checkpoint.weights.export_files import ExportLayout, export_leaves
-from zeroxla.checkpoint.weights.origin import Origin, origin_of
+from zeroxla.checkpoint.weights.origin import FolderOrigin, origin_of
 from zeroxla.checkpoint.weights.pretrained import leaves_of_folder
 from zeroxla.checkpoint.weights.safetensors_writer import (
     DTYPES,
@@ -180,7 +180,7 @@ def check_export_dtype(dtype: str) -> None:
 
 
 def _plan(
-    leaves: list[NamedLeaf], dtype: str, max_shard_size: int | str, origin: Origin | None
+    leaves: list[NamedLeaf], dtype: str, max_shard_size: int | str, origin: FolderOrigin | None
 ) -> FilePlan:
     shapes = {name: leaf.tensor_shape for leaf in leaves for name in leaf.tensors}
     shapes |= {} if origin is None else origin.kept

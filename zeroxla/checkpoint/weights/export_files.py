@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from zeroxla.checkpoint.weights.origin import Origin
+from zeroxla.checkpoint.weights.origin import FolderOrigin
 from zeroxla.checkpoint.weights.safetensors_writer import FilePlan, Writer, writing
 from zeroxla.checkpoint.weights.sources import WeightSource, open_source
 from zeroxla.checkpoint.weights.tensor_names import NamedLeaf
@@ -36,7 +36,7 @@ class ExportLayout:
     leaves: list[NamedLeaf]
     plan: FilePlan
     others: Mapping[str, bytes]
-    origin: Origin | None = None
+    origin: FolderOrigin | None = None
 
 
 def export_leaves(

@@ -17,7 +17,7 @@ from zeroxla.checkpoint.weights.tensor_names import NamedLeaf, format_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Origin:
+class FolderOrigin:
     """What an export takes over from a folder.
 
     Attributes:
@@ -48,7 +48,7 @@ class Origin:
 
 def origin_of(
     folder: str | Path, leaves: Sequence[NamedLeaf], module: Any, config: Mapping[str, Any] | None
-) -> Origin:
+) -> FolderOrigin:
     """Return what an export takes over from a folder.
 
     Args:
@@ -99,7 +99,7 @@ def origin_of(
         for name, place in places.items()
         if place is not None and (dtype := names.get(reader.tensors[place].dtype)) is not None
     }
-    return Origin(
+    return FolderOrigin(
         leaves=[dataclasses.replace(x, tensors=tuple(own[n] for n in x.tensors)) for x in leaves],
         dtypes=dtypes,
         files=files,

@@ -69,7 +69,9 @@ def _on_tokens(model: Any, loss: Any, parts: int, arguments: dict[str, Any]) -> 
     batch = made_batch(adapted.vocabulary, adapted.context, parts)
     try:
         return check(model, batch, **arguments)
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
+    except (ValueError, TypeError, AttributeError, IndexError) as error:
+        if isinstance(error, ValueError) and not isinstance(error.__cause__, KeyError):
+            raise  # it is about something else than a key of the batch
         shape = "x".join(map(str, batch["tokens"].shape))
         raise ValueError(
             f'the loss does not take a batch of {{"tokens": int32[{shape}]}}, which is made if '

@@ -28,7 +28,7 @@ from zeroxla.planning.compile_check import prepare_cpu
 from zeroxla.planning.explain.make import explain
 from zeroxla.planning.explain.report import Explanation
 from zeroxla.planning.target import Target
-from zeroxla.rlhf.dpo_loss import pair_shapes, preference_loss
+from zeroxla.rlhf.dpo_objective import pair_shapes, preference_loss
 from zeroxla.step.make import make_step
 
 NODES, DEVICES_PER_NODE = 2, 4

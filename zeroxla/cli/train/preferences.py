@@ -26,7 +26,7 @@ from zeroxla.frontend.lora.leaf_plan import NoTargetError
 from zeroxla.frontend.lora.model import LoraModel
 from zeroxla.offload.array_bytes import shard_bytes
 from zeroxla.program.report import format_bytes
-from zeroxla.rlhf.dpo_loss import DpoSettings, pair_shapes, preference_loss
+from zeroxla.rlhf.dpo_objective import DpoSettings, pair_shapes, preference_loss
 from zeroxla.rlhf.dpo_trainer import Dpo, frozen_reference
 from zeroxla.rlhf.make import Storage
 from zeroxla.rlhf.pairs import Pairs

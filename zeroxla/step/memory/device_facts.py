@@ -29,7 +29,7 @@ def device_bytes(mesh: Mesh) -> int:
     """
     device: Any = None if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0]
     # A process may ask its own devices alone.
-    own = device if isinstance(mesh, AbstractMesh) else next(iter(mesh.local_devices), None)
+    own: Any = None if isinstance(mesh, AbstractMesh) else next(iter(mesh.local_devices), None)
     stats = (own.memory_stats() or {}) if isinstance(own, jax.Device) else {}
     if limit := stats.get("bytes_limit"):
         return int(limit)
