@@ -241,6 +241,9 @@ Running sums and `iota` depend on the place."""
 SUMS_OF_MANY = _names("concatenate scatter scatter-add select_n")
 """The result is linear in all their floating operands together."""
 
+KEEPS_VALUES = _names("name slice")
+"""They give on their operand, or a part of it, as it is."""
+
 SCALINGS = _names("div mul")
 """The result is linear in the first operand."""
 

@@ -21,6 +21,7 @@ from zeroxla.program.likeness import likeness
 from zeroxla.program.primitives import (
     BY_ROWS,
     CUSTOM_RULES,
+    KEEPS_VALUES,
     LINEAR,
     LINEAR_IN_ONE,
     LOOPS,
@@ -176,7 +177,7 @@ class RaggedRows:
             needs.append(tuple(SUMMANDS if _is_float(x) else COPIES for x in eq.inputs))
         elif eq.name == "dot_general":
             needs += [(SUMMANDS, COPIES), (COPIES, SUMMANDS)]
-        elif eq.name in ("name", "slice"):
+        elif eq.name in KEEPS_VALUES:
             needs.append((SUMMANDS,))
         elif eq.name in SUMS_OF_MANY:
             first_case = 1 if eq.name == "select_n" else 0
@@ -216,7 +217,7 @@ def _is_linear(body: DimsFlow, num_results: int) -> bool:
         if of_input.isdisjoint(eq.values):
             continue
         is_lookup = eq.name == "gather" and eq.inputs[1] not in of_input and _adds_up_outside(eq)
-        if not is_lookup and eq.name not in LINEAR | {"name", "slice"}:
+        if not is_lookup and eq.name not in LINEAR | KEEPS_VALUES:
             return False
         of_input.update(eq.outputs)
     results, kept = body.program.outputs[:num_results], body.program.outputs[num_results:]
