@@ -270,6 +270,7 @@ def folder(tmp_path_factory):
 class TestStartingFromAFolder:
     """Any folder of a known family; here a Qwen3 with a tokenizer of its own."""
 
+    @pytest.mark.slow
     def test_the_folder_s_weights_are_trained_in_its_tokens(self, folder, text, tmp_path, capsys):
         run, export = tmp_path / "run", tmp_path / "export"
         options = [*TINY[10:], "--steps", 1, "--samples", 1, "--learning-rate", 1e-30]

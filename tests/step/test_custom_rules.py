@@ -99,7 +99,9 @@ def gradients(kind, axis):
 @pytest.mark.parametrize(
     ("kind", "axis"),
     [
-        *((kind, axis) for kind in (solved, closed_over) for axis in (None, "tensor", "pipe")),
+        *((kind, axis) for kind in (solved, closed_over) for axis in (None, "pipe")),
+        (closed_over, "tensor"),
+        pytest.param(solved, "tensor", marks=pytest.mark.slow),
         *((indexed, axis) for axis in (None, "pipe")),
     ],
 )

@@ -81,7 +81,7 @@ def step_on(axes, loss, **options):
         ({}, plain, {}, 1e-5),
         ({}, in_turns, {"accumulate": 2}, 1e-5),
         ({}, plain, {"compute_dtype": "float16"}, 2e-2),
-        ({"tensor": 2}, plain, {}, 1e-5),
+        pytest.param({"tensor": 2}, plain, {}, 1e-5, marks=pytest.mark.slow),
         ({"pipe": 2}, plain, {"microbatches": 2}, 1e-5),
     ],
 )

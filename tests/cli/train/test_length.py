@@ -199,6 +199,7 @@ class TestDefault:
         assert (found.tokens, found.source, report) == tuple(first)
 
 
+@pytest.mark.slow
 def test_a_run_records_its_length_and_keeps_it(tmp_path, capsys):
     rows = [*mixed_rows(60), {"text": "long " * 30}]
     file = write_lines(tmp_path / "rows.jsonl", rows)

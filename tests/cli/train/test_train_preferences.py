@@ -249,6 +249,7 @@ class TestWithoutAdapters:
         assert values(finished_whole, "margin")[1] == pytest.approx(0, abs=1e-5)
         assert abs(values(finished_whole, "margin")[4]) > 1e-3
 
+    @pytest.mark.slow
     def test_a_run_that_goes_on_has_the_same_reference(self, finished_whole, hub, tmp_path):
         """Also without the folder that it began from."""
         run = copy_at(finished_whole, tmp_path, 2)

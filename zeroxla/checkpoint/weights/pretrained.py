@@ -117,6 +117,12 @@ def leaves_of_folder(
     reader = TensorReader(folder)
     leaves = format_leaves(naturals, format, module)
     quantized = Quantized.of(config)
+    if quantized is not None and not any(map(quantized.holds, reader.tensors.values())):
+        raise ValueError(
+            f"{folder / 'config.json'} says that weights are quantized as {quantized.method}, and "
+            "no tensor is; remove quantization_config if they were dequantized, or download the "
+            "folder anew"
+        )
     names = find_tensors(reader, leaves, format, quantized)
     return leaves_in_files(leaves, reader, names, quantized)
 
