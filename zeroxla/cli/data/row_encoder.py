@@ -135,14 +135,14 @@ class RowEncoder:
         if len(row.tokens_T) > size and not row.may_begin_anywhere and self.too_long == "bad":
             return RowError(
                 f"the row has {len(row.tokens_T)} {self.vocabulary.unit}s, more than the {size} of "
-                "a sequence; give a larger length"
+                "a sequence; give a larger --length"
             )
         if row.counted_T[: None if row.may_begin_anywhere else size].any():
             return row
         if row.counted_T.any():
             return RowError(
                 f"the first {size} of its {len(row.tokens_T)} {self.vocabulary.unit}s hold nothing "
-                "to learn; give a larger length"
+                "to learn; give a larger --length"
             )
         return RowError(f"none of its {len(row.tokens_T)} {self.vocabulary.unit}s is to be learned")
 
