@@ -67,9 +67,10 @@ class Run:
         """The model on one device, with the parameters of `start`."""
         state = self._first
         model_state = jax.tree.map(np.asarray, state.model_state)
-        of_no_pair = dataclasses.replace(state, containers=None)  # those are of parameters
+        # The containers hold parameters; the model's other state lies in plain dicts.
+        plain = dataclasses.replace(state, containers=None)
         return reference_of(
-            self.built, zeroxla.full_params(state), as_in_model(model_state, of_no_pair)
+            self.built, zeroxla.full_params(state), as_in_model(model_state, plain)
         )
 
     @functools.cached_property

@@ -1,4 +1,4 @@
-"""Models that are written as much public code is: what they do is rare, the packages are not."""
+"""Models written for the gauntlet in the style of public code, with operations that are rare."""
 
 from __future__ import annotations
 
